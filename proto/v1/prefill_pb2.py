@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from graftline.proto.v1 import common_pb2 as graftline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agraftline/v1/prefill.proto\x12\x0cgraftline.v1\x1a\x19graftline/v1/common.proto\"\x96\x01\n\x0bPairRequest\x12,\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1c.graftline.v1.WorkerIdentity\x12.\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x19.graftline.v1.Fingerprint\x12)\n\x06stages\x18\x03 \x03(\x0b\x32\x19.graftline.v1.StageLayout\"|\n\x0cPairResponse\x12-\n\x07prefill\x18\x01 \x01(\x0b\x32\x1c.graftline.v1.WorkerIdentity\x12\x19\n\x11mismatched_fields\x18\x02 \x03(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x12\n\nnum_stages\x18\x04 \x01(\r\"\xb0\x01\n\x0ePrefillRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.graftline.v1.PrefillStartH\x00\x12\x37\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32 .graftline.v1.PrefillDestinationH\x00\x12-\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1b.graftline.v1.PrefillCancelH\x00\x42\t\n\x07message\"\xb1\x02\n\x0cPrefillStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.graftline.v1.SamplingParams\x12.\n\x08stopping\x18\x08 \x01(\x0b\x32\x1c.graftline.v1.StoppingParams\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x11\n\treal_tree\x18\n \x01(\x08\x42\x0b\n\t_logprobs\"7\n\x12PrefillDestination\x12\x10\n\x08page_ids\x18\x01 \x03(\r\x12\x0f\n\x07slot_id\x18\x02 \x01(\r\"\x0f\n\rPrefillCancel\"\x9a\x02\n\x0fPrefillResponse\x12\x33\n\tscheduled\x18\x01 \x01(\x0b\x32\x1e.graftline.v1.PrefillScheduledH\x00\x12\x36\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1f.graftline.v1.PrefillFirstTokenH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.graftline.v1.PrefillFinishedH\x00\x12-\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1b.graftline.v1.PrefillFailedH\x00\x12/\n\x07\x64rained\x18\x05 \x01(\x0b\x32\x1c.graftline.v1.PrefillDrainedH\x00\x42\x07\n\x05\x65vent\")\n\x10PrefillScheduled\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"R\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x07logprob\x18\x02 \x01(\x0b\x32\x1a.graftline.v1.TokenLogprob\"\x94\x01\n\x0fPrefillFinished\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.graftline.v1.DraftTree\x12-\n\x0btree_origin\x18\x02 \x01(\x0e\x32\x18.graftline.v1.TreeOrigin\x12+\n\x07handoff\x18\x03 \x01(\x0b\x32\x1a.graftline.v1.HandoffStats\"\x10\n\x0ePrefillDrained\"\\\n\rPrefillFailed\x12*\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1c.graftline.v1.PrefillFailure\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08*\xfc\x01\n\x0ePrefillFailure\x12\x1f\n\x1bPREFILL_FAILURE_UNSPECIFIED\x10\x00\x12#\n\x1fPREFILL_FAILURE_INVALID_REQUEST\x10\x01\x12#\n\x1fPREFILL_FAILURE_OUT_OF_CAPACITY\x10\x02\x12\x1e\n\x1aPREFILL_FAILURE_NOT_PAIRED\x10\x03\x12#\n\x1fPREFILL_FAILURE_TRANSFER_FAILED\x10\x04\x12\x1c\n\x18PREFILL_FAILURE_DRAINING\x10\x05\x12\x1c\n\x18PREFILL_FAILURE_INTERNAL\x10\x06\x32\x9b\x01\n\x0ePrefillService\x12=\n\x04Pair\x12\x19.graftline.v1.PairRequest\x1a\x1a.graftline.v1.PairResponse\x12J\n\x07Prefill\x12\x1c.graftline.v1.PrefillRequest\x1a\x1d.graftline.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agraftline/v1/prefill.proto\x12\x0cgraftline.v1\x1a\x19graftline/v1/common.proto\"\x96\x01\n\x0bPairRequest\x12,\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1c.graftline.v1.WorkerIdentity\x12.\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x19.graftline.v1.Fingerprint\x12)\n\x06stages\x18\x03 \x03(\x0b\x32\x19.graftline.v1.StageLayout\"|\n\x0cPairResponse\x12-\n\x07prefill\x18\x01 \x01(\x0b\x32\x1c.graftline.v1.WorkerIdentity\x12\x19\n\x11mismatched_fields\x18\x02 \x03(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x12\n\nnum_stages\x18\x04 \x01(\r\"\xb0\x01\n\x0ePrefillRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.graftline.v1.PrefillStartH\x00\x12\x37\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32 .graftline.v1.PrefillDestinationH\x00\x12-\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1b.graftline.v1.PrefillCancelH\x00\x42\t\n\x07message\"\xb1\x02\n\x0cPrefillStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.graftline.v1.SamplingParams\x12.\n\x08stopping\x18\x08 \x01(\x0b\x32\x1c.graftline.v1.StoppingParams\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x11\n\treal_tree\x18\n \x01(\x08\x42\x0b\n\t_logprobs\"7\n\x12PrefillDestination\x12\x10\n\x08page_ids\x18\x01 \x03(\r\x12\x0f\n\x07slot_id\x18\x02 \x01(\r\"\x0f\n\rPrefillCancel\"\xc7\x02\n\x0fPrefillResponse\x12\x33\n\tscheduled\x18\x01 \x01(\x0b\x32\x1e.graftline.v1.PrefillScheduledH\x00\x12\x36\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1f.graftline.v1.PrefillFirstTokenH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.graftline.v1.PrefillFinishedH\x00\x12-\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1b.graftline.v1.PrefillFailedH\x00\x12/\n\x07\x64rained\x18\x05 \x01(\x0b\x32\x1c.graftline.v1.PrefillDrainedH\x00\x12+\n\x05\x61live\x18\x06 \x01(\x0b\x32\x1a.graftline.v1.PrefillAliveH\x00\x42\x07\n\x05\x65vent\")\n\x10PrefillScheduled\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"R\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x07logprob\x18\x02 \x01(\x0b\x32\x1a.graftline.v1.TokenLogprob\"\x94\x01\n\x0fPrefillFinished\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.graftline.v1.DraftTree\x12-\n\x0btree_origin\x18\x02 \x01(\x0e\x32\x18.graftline.v1.TreeOrigin\x12+\n\x07handoff\x18\x03 \x01(\x0b\x32\x1a.graftline.v1.HandoffStats\"\x10\n\x0ePrefillDrained\"\x0e\n\x0cPrefillAlive\"\\\n\rPrefillFailed\x12*\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1c.graftline.v1.PrefillFailure\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08*\xfc\x01\n\x0ePrefillFailure\x12\x1f\n\x1bPREFILL_FAILURE_UNSPECIFIED\x10\x00\x12#\n\x1fPREFILL_FAILURE_INVALID_REQUEST\x10\x01\x12#\n\x1fPREFILL_FAILURE_OUT_OF_CAPACITY\x10\x02\x12\x1e\n\x1aPREFILL_FAILURE_NOT_PAIRED\x10\x03\x12#\n\x1fPREFILL_FAILURE_TRANSFER_FAILED\x10\x04\x12\x1c\n\x18PREFILL_FAILURE_DRAINING\x10\x05\x12\x1c\n\x18PREFILL_FAILURE_INTERNAL\x10\x06\x32\x9b\x01\n\x0ePrefillService\x12=\n\x04Pair\x12\x19.graftline.v1.PairRequest\x1a\x1a.graftline.v1.PairResponse\x12J\n\x07Prefill\x12\x1c.graftline.v1.PrefillRequest\x1a\x1d.graftline.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'graftline.proto.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLFAILURE']._serialized_start=1587
-  _globals['_PREFILLFAILURE']._serialized_end=1839
+  _globals['_PREFILLFAILURE']._serialized_start=1648
+  _globals['_PREFILLFAILURE']._serialized_end=1900
   _globals['_PAIRREQUEST']._serialized_start=72
   _globals['_PAIRREQUEST']._serialized_end=222
   _globals['_PAIRRESPONSE']._serialized_start=224
@@ -47,17 +47,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLCANCEL']._serialized_start=894
   _globals['_PREFILLCANCEL']._serialized_end=909
   _globals['_PREFILLRESPONSE']._serialized_start=912
-  _globals['_PREFILLRESPONSE']._serialized_end=1194
-  _globals['_PREFILLSCHEDULED']._serialized_start=1196
-  _globals['_PREFILLSCHEDULED']._serialized_end=1237
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=1239
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1321
-  _globals['_PREFILLFINISHED']._serialized_start=1324
-  _globals['_PREFILLFINISHED']._serialized_end=1472
-  _globals['_PREFILLDRAINED']._serialized_start=1474
-  _globals['_PREFILLDRAINED']._serialized_end=1490
-  _globals['_PREFILLFAILED']._serialized_start=1492
-  _globals['_PREFILLFAILED']._serialized_end=1584
-  _globals['_PREFILLSERVICE']._serialized_start=1842
-  _globals['_PREFILLSERVICE']._serialized_end=1997
+  _globals['_PREFILLRESPONSE']._serialized_end=1239
+  _globals['_PREFILLSCHEDULED']._serialized_start=1241
+  _globals['_PREFILLSCHEDULED']._serialized_end=1282
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=1284
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1366
+  _globals['_PREFILLFINISHED']._serialized_start=1369
+  _globals['_PREFILLFINISHED']._serialized_end=1517
+  _globals['_PREFILLDRAINED']._serialized_start=1519
+  _globals['_PREFILLDRAINED']._serialized_end=1535
+  _globals['_PREFILLALIVE']._serialized_start=1537
+  _globals['_PREFILLALIVE']._serialized_end=1551
+  _globals['_PREFILLFAILED']._serialized_start=1553
+  _globals['_PREFILLFAILED']._serialized_end=1645
+  _globals['_PREFILLSERVICE']._serialized_start=1903
+  _globals['_PREFILLSERVICE']._serialized_end=2058
 # @@protoc_insertion_point(module_scope)

@@ -249,6 +249,7 @@ class PrefillResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduled(self) -> Global___PrefillScheduled: ...
     @_builtins.property
@@ -259,6 +260,10 @@ class PrefillResponse(_message.Message):
     def failed(self) -> Global___PrefillFailed: ...
     @_builtins.property
     def drained(self) -> Global___PrefillDrained: ...
+    @_builtins.property
+    def alive(self) -> Global___PrefillAlive:
+        """Sent at an interval from Start to the terminal event: a prefill that says nothing is dead or hung."""
+
     def __init__(
         self,
         *,
@@ -267,12 +272,13 @@ class PrefillResponse(_message.Message):
         finished: Global___PrefillFinished | None = ...,
         failed: Global___PrefillFailed | None = ...,
         drained: Global___PrefillDrained | None = ...,
+        alive: Global___PrefillAlive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "scheduled", b"scheduled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "drained", b"drained", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "scheduled", b"scheduled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "scheduled", b"scheduled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "drained", b"drained", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "scheduled", b"scheduled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["scheduled", "first_token", "finished", "failed", "drained"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["scheduled", "first_token", "finished", "failed", "drained", "alive"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -361,6 +367,21 @@ class PrefillDrained(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillDrained: _TypeAlias = PrefillDrained  # noqa: Y015
+
+@_typing.final
+class PrefillAlive(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillAlive: _TypeAlias = PrefillAlive  # noqa: Y015
 
 @_typing.final
 class PrefillFailed(_message.Message):
