@@ -34,6 +34,14 @@ class PeerUnavailableError(GraftlineError):
     """A peer cannot be reached, died, or is about to stop; another one may serve the request."""
 
 
+class PreemptedError(GraftlineError):
+    """The decode took the request's pages back; prefill prompt and emitted tokens again to go on."""
+
+
+class UnauthenticatedError(GraftlineError):
+    """The caller showed no bearer token that this server accepts."""
+
+
 class TransferFailedError(GraftlineError):
     """A write to a peer's memory was not acknowledged. `drained` says whether late bytes are impossible."""
 

@@ -1,0 +1,54 @@
+"""gRPC options that both ends of every hop share: sizes, keepalive, limits, reconnecting.
+
+One side alone is not enough for most of them: a message limit holds at sender and receiver, and a client that
+pings more often than its server tolerates is thrown out.
+"""
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_METADATA_BYTES = 64 * 1024
+KEEPALIVE_TIME_MS = 5_000
+KEEPALIVE_TIMEOUT_MS = 3_000
+# Pings at least this far apart never count against a client.
+MIN_PING_INTERVAL_MS = 500
+MAX_PENDING_REQUESTS = 16_384
+RECONNECT_MIN_MS = 100
+RECONNECT_MAX_MS = 1_000
+# How long one attempt to connect may take; gRPC core names this the minimum back-off.
+CONNECT_TIMEOUT_MS = 3_000
+
+ChannelOptions = tuple[tuple[str, int | str], ...]
+
+_SHARED: ChannelOptions = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+def channel_options() -> ChannelOptions:
+    """Options of a client's channel."""
+    return (
+        *_SHARED,
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_MIN_MS),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
+        ("grpc.enable_http_proxy", 0),
+    )
+
+
+def server_options() -> ChannelOptions:
+    """Options of a server."""
+    return (
+        *_SHARED,
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.server.max_pending_requests", MAX_PENDING_REQUESTS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_REQUESTS),
+        ("grpc.so_reuseport", 0),
+    )
