@@ -1,0 +1,60 @@
+"""Attention of a batch's rows over paged KV; every row is reduced on its own, in order of position."""
+
+import torch
+from torch import Tensor
+
+from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.kv_write import check_pages
+
+
+def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """Softmax(q K^T * scale) V with grouped KV heads; KV of the rows themselves must be in the pages already.
+
+    Args:
+        q: [rows, heads, head_dim]; float32 on CPU, the pages' type on CUDA; rows may be strided.
+        k_pages: [num_pages, page_size, kv_heads, head_dim], see `write_kv`. Query head h reads KV head
+            h // (heads / kv_heads).
+        v_pages: likewise.
+        batch: who attends to what.
+        scale: usually head_dim ** -0.5.
+
+    Returns:
+        [rows, heads, head_dim] contiguous, type of q.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_pages(k_pages, v_pages, batch.page_size)
+    rows, heads, head_dim = q.shape
+    if rows != batch.num_rows or head_dim != k_pages.shape[3] or heads % k_pages.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)} for {batch.num_rows} rows and pages {tuple(k_pages.shape)}")
+    return paged_attention_reference(q, k_pages, v_pages, batch, scale)
+
+
+def visible_slots(batch: AttentionBatch, row: int) -> list[int]:
+    """Sequence slots that a row attends to, in visiting order (committed, ancestors by depth, itself)."""
+    segment = int(batch.row_segment[row])
+    first = int(batch.segment_rows[segment])
+    start = int(batch.segment_start[segment])
+    path: list[int] = []
+    local = row - first
+    while local >= 0:
+        path.append(start + local)
+        local = int(batch.parents[first + local])
+    return list(range(start)) + path[::-1]
+
+
+def paged_attention_reference(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float
+) -> Tensor:
+    """The specification: row by row, in float32."""
+    group = q.shape[1] // k_pages.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for row in range(batch.num_rows):
+        slots = torch.tensor(visible_slots(batch, row), device=q.device)
+        pages = batch.page_tables[int(batch.row_segment[row])].long()[slots // batch.page_size]
+        keys = k_pages[pages, slots % batch.page_size].float().repeat_interleave(group, dim=1)  # [n, heads, dim]
+        values = v_pages[pages, slots % batch.page_size].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,nhd->hn", q[row].float(), keys) * scale
+        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values).to(q.dtype)
+    return out

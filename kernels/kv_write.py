@@ -1,0 +1,47 @@
+"""Writes the K and V of a forward's rows into their pages."""
+
+import torch
+from torch import Tensor
+
+from graftline.kernels.attention_batch import AttentionBatch
+
+
+def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch) -> None:
+    """Stores every row's K and V at its slot, rounded to the type of the pages.
+
+    Args:
+        k: [rows, kv_heads, head_dim]; rows may be strided.
+        v: likewise.
+        k_pages: [num_pages, page_size, kv_heads, head_dim] float32 or bfloat16 view of the pool: any stride between
+            pages, the rest contiguous.
+        v_pages: likewise.
+        batch: says where every row goes.
+
+    Raises:
+        ValueError: shapes or strides that do not fit.
+    """
+    check_pages(k_pages, v_pages, batch.page_size)
+    if k.shape != v.shape or k.shape != (batch.num_rows, *k_pages.shape[2:]):
+        raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} for pages {tuple(k_pages.shape)}")
+    write_kv_reference(k, v, k_pages, v_pages, batch)
+
+
+def write_kv_reference(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch) -> None:
+    """The specification."""
+    slots = batch.slots()
+    page, offset = slots // batch.page_size, slots % batch.page_size
+    k_pages[page, offset] = k.to(k_pages.dtype)
+    v_pages[page, offset] = v.to(v_pages.dtype)
+
+
+def check_pages(k_pages: Tensor, v_pages: Tensor, page_size: int) -> None:
+    """Raises ValueError unless both are views of pages as `write_kv` and `paged_attention` need them."""
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.dim() != 4 or pages.shape[1] != page_size or pages.shape != k_pages.shape:
+            raise ValueError(f"{name}: shape {tuple(pages.shape)} with pages of {page_size}")
+        if pages.dtype not in (torch.float32, torch.bfloat16, torch.float16) or pages.dtype != k_pages.dtype:
+            raise ValueError(f"{name}: {pages.dtype}")
+        _, size, heads, dim = pages.shape
+        inner = pages.stride()[1:]
+        if inner != (heads * dim, dim, 1) and size * heads * dim > 0:
+            raise ValueError(f"{name}: strides {pages.stride()} are not contiguous within a page")

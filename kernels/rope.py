@@ -1,0 +1,35 @@
+"""Rotary position embedding, NeoX halves (Su et al. 2021), in place, also over a part of the head only."""
+
+from torch import Tensor
+
+
+def rope_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotates q and k in place: dims [0, rot/2) pair with [rot/2, rot), dims from rot on stay.
+
+    Args:
+        q: [rows, heads, head_dim]; rows may be strided, [heads, head_dim] is contiguous.
+        k: [rows, kv_heads, head_dim], likewise.
+        positions: [rows] int32.
+        cos: [max_positions, rot / 2] float32, scaling factors included.
+        sin: likewise.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if q.shape[0] != positions.shape[0] or k.shape[0] != positions.shape[0]:
+        raise ValueError(f"{q.shape[0]} q rows and {k.shape[0]} k rows for {positions.shape[0]} positions")
+    if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[2] or q.shape[2] != k.shape[2]:
+        raise ValueError(f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} for heads of {q.shape[2]} and {k.shape[2]}")
+    rope_reference_(q, positions, cos, sin)
+    rope_reference_(k, positions, cos, sin)
+
+
+def rope_reference_(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """The specification for one tensor [rows, heads, head_dim]."""
+    half = cos.shape[1]
+    row_cos = cos[positions.long()].unsqueeze(1)  # [rows, 1, half]
+    row_sin = sin[positions.long()].unsqueeze(1)
+    first = x[..., :half].float()
+    second = x[..., half : 2 * half].float()
+    x[..., :half] = (first * row_cos - second * row_sin).to(x.dtype)
+    x[..., half : 2 * half] = (second * row_cos + first * row_sin).to(x.dtype)
