@@ -1,0 +1,260 @@
+"""What a dense model looks like, read from a Hugging Face directory.
+
+The only place that reads `config.json` and `generation_config.json`; everything else sees a `ModelConfig`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from graftline.engine.models.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+    yarn_attention_factor,
+)
+from graftline.errors import InvalidRequestError
+
+
+class Family(Enum):
+    """Model families served by `DenseModel`; the value is Hugging Face's `model_type`."""
+
+    LLAMA = "llama"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    MISTRAL = "mistral"
+
+
+ARCHITECTURES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family.LLAMA,
+    "Qwen2ForCausalLM": Family.QWEN2,
+    "Qwen3ForCausalLM": Family.QWEN3,
+    "MistralForCausalLM": Family.MISTRAL,
+}
+# What Hugging Face takes when `head_dim` is not in the file (None: hidden_size / num_heads).
+_DEFAULT_HEAD_DIM: Mapping[Family, int | None] = {Family.QWEN3: 128}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shapes and constants of one dense decoder-only model.
+
+    Attributes:
+        context_length: longest prompt plus output in tokens, at most `sliding_window` where a model has one:
+            within its window such a model attends to everything, so a shorter context is exact.
+        attention_bias: the q, k and v projections have a bias.
+        output_bias: the attention's output projection has one.
+        qk_norm: q and k pass a RMS norm per head before RoPE.
+        eos_token_ids: union of what `config.json` and `generation_config.json` name, in that order.
+        bos_token_id: the beginning-of-sequence token, if the model knows one (not: whether prompts get it).
+        sliding_window: the window in tokens that limited `context_length`, or None.
+    """
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    rms_norm_eps: float
+    rope: Rope
+    attention_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    tie_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*counts, "vocab_size", "context_length"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(name, f"{getattr(self, name)} is not a positive number")
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidRequestError(
+                "num_kv_heads", f"{self.num_heads} heads do not divide into {self.num_kv_heads} KV heads"
+            )
+        if self.head_dim % 2:
+            raise InvalidRequestError("head_dim", f"{self.head_dim} is odd, RoPE needs pairs")
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the q projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the k (or v) projection."""
+        return self.num_kv_heads * self.head_dim
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Reads `config.json` (and `generation_config.json` if there) of the Hugging Face directory `path`.
+
+    Raises:
+        InvalidRequestError: no such file, not JSON, an architecture or a feature that is not supported, or a
+            value out of range; names the field and the value.
+    """
+    raw = read_json(path / "config.json")
+    generation_path = path / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    return config_from_dict(raw, generation)
+
+
+def config_from_dict(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """The same from the parsed files."""
+    family = _family(raw)
+    _refuse_unknown_features(raw)
+    hidden_size = _integer(raw, "hidden_size")
+    num_heads = _integer(raw, "num_attention_heads")
+    head_dim = raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(family) or hidden_size // num_heads
+    window = _sliding_window(raw, family)
+    context_length = _integer(raw, "max_position_embeddings")
+    bias_is_chosen = family in (Family.LLAMA, Family.QWEN3) and bool(raw.get("attention_bias"))
+    return ModelConfig(
+        family=family,
+        num_layers=_integer(raw, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+        head_dim=int(head_dim),
+        vocab_size=_integer(raw, "vocab_size"),
+        context_length=context_length if window is None else min(context_length, window),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope_from_dict(raw, context_length),
+        attention_bias=family is Family.QWEN2 or bias_is_chosen,
+        output_bias=bias_is_chosen,
+        qk_norm=family is Family.QWEN3,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        eos_token_ids=_eos_ids(raw, generation),
+        bos_token_id=_optional_integer(raw, "bos_token_id"),
+        sliding_window=window if window is not None and window < context_length else None,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        InvalidRequestError: unreadable, or not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequestError("model", f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidRequestError("model", f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError("model", f"{path} holds no JSON object")
+    return value
+
+
+def _family(raw: Mapping[str, Any]) -> Family:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    model_type = raw.get("model_type")
+    if not names and model_type in {family.value for family in Family}:
+        return Family(model_type)
+    wanted = ", ".join(names) or str(model_type)
+    raise InvalidRequestError("architectures", f"{wanted} is not supported; supported: {', '.join(ARCHITECTURES)}")
+
+
+def _refuse_unknown_features(raw: Mapping[str, Any]) -> None:
+    if (activation := raw.get("hidden_act", "silu")) != "silu":
+        raise InvalidRequestError("hidden_act", f"{activation!r} is not supported, only 'silu'")
+    if raw.get("mlp_bias"):
+        raise InvalidRequestError("mlp_bias", "a bias in the MLP is not supported")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise InvalidRequestError("quantization_config", f"{method!r} weights are not supported; use GGUF")
+
+
+def _sliding_window(raw: Mapping[str, Any], family: Family) -> int | None:
+    window = _optional_integer(raw, "sliding_window")
+    if window is None:
+        return None
+    if window < 1:
+        raise InvalidRequestError("sliding_window", f"{window} is not a positive number of tokens")
+    if family is Family.MISTRAL:
+        return window
+    return window if raw.get("use_sliding_window") else None
+
+
+def rope_from_dict(raw: Mapping[str, Any], context_length: int) -> Rope:
+    """RoPE as written by today's (`rope_parameters`) or earlier (`rope_theta`, `rope_scaling`) tools."""
+    values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    partial = values.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
+    if partial != 1.0:
+        raise InvalidRequestError("partial_rotary_factor", f"{partial} is not supported, only 1")
+    kind = values.get("rope_type") or values.get("type") or "default"
+    return Rope(theta, _rope_scaling(kind, values, context_length))
+
+
+def _rope_scaling(kind: str, values: Mapping[str, Any], context_length: int) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(_number(values, "factor"))
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=_number(values, "factor"),
+            low_freq_factor=_number(values, "low_freq_factor"),
+            high_freq_factor=_number(values, "high_freq_factor"),
+            original_context=int(values.get("original_max_position_embeddings") or context_length),
+        )
+    if kind == "yarn":
+        original = int(values.get("original_max_position_embeddings") or context_length)
+        factor = float(values.get("factor") or context_length / original)
+        attention = values.get("attention_factor")
+        if attention is None:
+            attention = yarn_attention_factor(factor, values.get("mscale"), values.get("mscale_all_dim"))
+        return YarnScaling(
+            factor=factor,
+            original_context=original,
+            beta_fast=float(values.get("beta_fast") or 32),
+            beta_slow=float(values.get("beta_slow") or 1),
+            attention_factor=float(attention),
+            truncate=bool(values.get("truncate", True)),
+        )
+    raise InvalidRequestError("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn")
+
+
+def _eos_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    ids: dict[int, None] = {}
+    for source in (raw, generation):
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None:
+                ids[int(token_id)] = None
+    return tuple(ids)
+
+
+def _integer(raw: Mapping[str, Any], name: str) -> int:
+    value = raw.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(name, f"{value!r} is not an integer")
+    return value
+
+
+def _optional_integer(raw: Mapping[str, Any], name: str) -> int | None:
+    return None if raw.get(name) is None else _integer(raw, name)
+
+
+def _number(raw: Mapping[str, Any], name: str) -> float:
+    value = raw.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise InvalidRequestError(name, f"{value!r} is not a positive number")
+    return float(value)
