@@ -193,7 +193,15 @@ def _sliding_window(raw: Mapping[str, Any], family: Family) -> int | None:
 
 
 def rope_from_dict(raw: Mapping[str, Any], context_length: int) -> Rope:
-    """RoPE as written by today's (`rope_parameters`) or earlier (`rope_theta`, `rope_scaling`) tools."""
+    """RoPE as written by today's (`rope_parameters`) or earlier (`rope_theta`, `rope_scaling`) tools.
+
+    Args:
+        raw: a `config.json`, of a model or of a draft head.
+        context_length: in tokens; what scalings fall back on that do not name their original context.
+
+    Raises:
+        InvalidRequestError: a kind of scaling that is not known, or one that lacks a value.
+    """
     values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     partial = values.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0

@@ -100,6 +100,16 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
             return _yarn(plain, rope.theta, head_dim, scaling)
 
 
+def rope_tables(rope: Rope, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin for `graftline.kernels.rope`, the attention factor included.
+
+    Returns:
+        Two of float32 [num_positions, head_dim / 2].
+    """
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     waves_in_context = scaling.original_context * plain / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -121,13 +131,3 @@ def _yarn(plain: Tensor, theta: float, head_dim: int, scaling: YarnScaling) -> T
         high += 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     return plain / scaling.factor * ramp + plain * (1 - ramp)
-
-
-def rope_tables(rope: Rope, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, attention factor included.
-
-    Returns:
-        Two float32 [num_positions, head_dim / 2].
-    """
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

@@ -1,0 +1,193 @@
+"""The layers of a Llama-like dense model that one stage owns, over paged KV, made of `graftline.kernels` ops.
+
+Knows no requests and no stages: what a forward needs is in its arguments. On CPU activations are float32 and
+`dtype` is what weights and KV are stored in; on CUDA everything is of `dtype`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graftline.engine.models.checkpoint import Checkpoint
+from graftline.engine.models.config import ModelConfig
+from graftline.engine.models.rope import rope_tables
+from graftline.kernels.activation import silu_mul
+from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.kv_write import write_kv
+from graftline.kernels.linear import LinearWeight, linear, pack_linear, unpack_rows
+from graftline.kernels.norm import add_rms_norm, rms_norm
+from graftline.kernels.rope import rope_
+
+# Draft nodes may stand past the context's end before they are cut; their rotations must exist.
+_POSITIONS_PAST_CONTEXT = 256
+
+
+class KvViews(Protocol):
+    """The KV memory of a stage's layers."""
+
+    def layer_kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a global layer: two of [num_pages, page_size, num_kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Parameters of one decoder layer; q, k, v and gate, up are stacked into one matrix each."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: LinearWeight  # hidden -> q_size + 2 * kv_size
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    output: LinearWeight  # q_size -> hidden
+    post_norm: Tensor  # [hidden]
+    gate_up: LinearWeight  # hidden -> 2 * intermediate
+    down: LinearWeight  # intermediate -> hidden
+
+
+class DenseModel:
+    """Decoder layers `layers` of a model and, where asked for, its embedding and its output head.
+
+    Args:
+        layers: contiguous global layer ids; may be empty.
+        dtype: float32 or bfloat16; what weights are stored in.
+        with_embedding: hold the token embedding (the first stage, and the last when its drafter needs it).
+        with_head: hold the final norm and the output head. A tied head and embedding are one matrix.
+
+    Raises:
+        InvalidRequestError: the checkpoint lacks a tensor.
+        ValueError: layers that the model does not have.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layers: range,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        with_embedding: bool = True,
+        with_head: bool = True,
+    ) -> None:
+        config = checkpoint.config
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
+            raise ValueError(f"{layers} of a model with {config.num_layers} layers")
+        self.config: ModelConfig = config
+        self.layers = layers
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
+        loader = _Loader(checkpoint, dtype, self.activation_dtype, self.device)
+        self._weights = tuple(loader.layer(layer) for layer in layers)
+        self._embedding, self._head = loader.top(with_embedding, with_head)
+        self._norm = loader.norm("model.norm") if with_head else None
+        cos, sin = rope_tables(config.rope, config.head_dim, config.context_length + _POSITIONS_PAST_CONTEXT)
+        self._cos, self._sin = cos.to(self.device), sin.to(self.device)
+        self._scale = config.head_dim**-0.5
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings of [rows] int64 ids: [rows, hidden]."""
+        assert self._embedding is not None, "this stage was loaded without the embedding"
+        return unpack_rows(self._embedding, token_ids)
+
+    def run_layers(
+        self, hidden: Tensor, batch: AttentionBatch, kv: KvViews, capture: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Runs this stage's layers and writes their KV.
+
+        Args:
+            hidden: [rows, hidden] residual stream before the first of them; not changed.
+            capture: features wanted: n is the residual stream after n decoder layers. Those of other stages are
+                passed over: this one gives layers.start < n <= layers.stop, and 0 (the embedding) if it starts there.
+
+        Returns:
+            ([rows, hidden] residual stream after the last layer, feature by n, each [rows, hidden]).
+        """
+        wanted = frozenset(capture)
+        features = {0: hidden} if 0 in wanted and self.layers.start == 0 else {}
+        for layer, weights in zip(self.layers, self._weights, strict=True):
+            hidden = self._run_layer(hidden, weights, batch, *kv.layer_kv(layer))
+            if layer + 1 in wanted:
+                features[layer + 1] = hidden
+        return hidden, features
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] residual stream after the last layer -> what the output head reads."""
+        assert self._norm is not None, "this stage was loaded without the head"
+        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[rows, hidden] from `final_norm` -> [rows, vocab] float32."""
+        assert self._head is not None, "this stage was loaded without the head"
+        return linear(normed, self._head).float()
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows of the output head for [n] int64 ids: [n, hidden]."""
+        assert self._head is not None, "this stage was loaded without the head"
+        return unpack_rows(self._head, token_ids)
+
+    def _run_layer(
+        self, hidden: Tensor, weights: LayerWeights, batch: AttentionBatch, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
+        config, eps = self.config, self.config.rms_norm_eps
+        qkv = linear(rms_norm(hidden, weights.input_norm, eps), weights.qkv)
+        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        q = heads[:, : config.num_heads]
+        k = heads[:, config.num_heads : config.num_heads + config.num_kv_heads]
+        v = heads[:, config.num_heads + config.num_kv_heads :]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
+        rope_(q, k, batch.positions, self._cos, self._sin)
+        write_kv(k, v, k_pages, v_pages, batch)
+        attended = linear(paged_attention(q, k_pages, v_pages, batch, self._scale).flatten(1), weights.output)
+        normed, hidden = add_rms_norm(attended, hidden, weights.post_norm, eps)
+        return hidden + linear(silu_mul(linear(normed, weights.gate_up)), weights.down)
+
+
+class _Loader:
+    """Tensors of a checkpoint, converted, stacked, packed and on their device."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, activation_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._activation_dtype = activation_dtype
+        self._device = device
+
+    def norm(self, module: str) -> Tensor:
+        return self._checkpoint.tensor(f"{module}.weight").to(self._device, self._activation_dtype)
+
+    def projection(self, modules: Sequence[str], has_bias: bool = False) -> LinearWeight:
+        """The modules' matrices below each other."""
+        weights = [self._checkpoint.tensor(f"{module}.weight").to(self._device, self._dtype) for module in modules]
+        bias = None
+        if has_bias:
+            parts = [self._checkpoint.tensor(f"{module}.bias") for module in modules]
+            bias = torch.cat([part.to(self._device, self._activation_dtype) for part in parts])
+        return pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+
+    def layer(self, layer: int) -> LayerWeights:
+        config = self._checkpoint.config
+        prefix = f"model.layers.{layer}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return LayerWeights(
+            input_norm=self.norm(f"{prefix}.input_layernorm"),
+            qkv=self.projection([f"{attention}.{name}_proj" for name in "qkv"], config.attention_bias),
+            q_norm=self.norm(f"{attention}.q_norm") if config.qk_norm else None,
+            k_norm=self.norm(f"{attention}.k_norm") if config.qk_norm else None,
+            output=self.projection([f"{attention}.o_proj"], config.output_bias),
+            post_norm=self.norm(f"{prefix}.post_attention_layernorm"),
+            gate_up=self.projection([f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+            down=self.projection([f"{mlp}.down_proj"]),
+        )
+
+    def top(self, with_embedding: bool, with_head: bool) -> tuple[LinearWeight | None, LinearWeight | None]:
+        """Embedding and head, one object when they are tied."""
+        if self._checkpoint.config.tie_embeddings:
+            shared = self.projection(["model.embed_tokens"]) if with_embedding or with_head else None
+            return (shared if with_embedding else None), (shared if with_head else None)
+        embedding = self.projection(["model.embed_tokens"]) if with_embedding else None
+        return embedding, self.projection(["lm_head"]) if with_head else None
