@@ -83,9 +83,14 @@ class State:
     told: bool = False
 
     @property
+    def leg_over(self) -> bool:
+        """Nothing will come from the prefill any more, or nothing that counts."""
+        return self.leg in {Leg.CLOSED, Leg.LOST}
+
+    @property
     def ended(self) -> bool:
         """Nothing of the attempt is held here or awaited any more."""
-        return self.told and self.leg in {Leg.CLOSED, Leg.LOST} and self.pages in {Pages.NONE, Pages.RETURNED}
+        return self.told and self.leg_over and self.pages in {Pages.NONE, Pages.RETURNED}
 
 
 # --- messages: from the prefill (`PrefillEvent`), from the engine (`DecodeEvent`), from the service --------------
@@ -256,7 +261,7 @@ def step(state: State, message: Message) -> Step:
 
 
 def _from_prefill(state: State, message: PrefillEvent | FirstTokenEnds) -> Step:
-    if state.leg in {Leg.CLOSED, Leg.LOST}:
+    if state.leg_over:
         return state, ()
     match message:
         case PrefillFinished(tree):
@@ -320,7 +325,7 @@ def _refused(state: State, error: GraftlineError) -> Step:
 
 
 def _lost(state: State, message: StreamLost | DrainTimedOut) -> Step:
-    if state.leg in {Leg.CLOSED, Leg.LOST}:
+    if state.leg_over:
         return state, ()
     if isinstance(message, DrainTimedOut) and state.leg is not Leg.CANCELLING:
         return state, ()

@@ -1,0 +1,285 @@
+"""One attempt: does what the decode's handoff machine says, on the event loop's thread.
+
+Lives until prefill leg and pages are over, whether or not the caller still waits for it. Everything but the pump
+of the stream is synchronous: a message is taken, the machine steps, its actions are done.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from graftline.decode_server import handoff
+from graftline.decode_server.peers import Peer
+from graftline.decode_server.settings import ServiceSettings
+from graftline.engine.request import FinishReason, Request, Token, TreeOrigin
+from graftline.engine.service_api import (
+    DecodeEngine,
+    DecodeEvent,
+    Destination,
+    Drained,
+    FirstToken,
+    HandoffCounts,
+    PrefillFailed,
+    PrefillFailure,
+    PrefillFinished,
+    Scheduled,
+)
+from graftline.errors import GraftlineError, OutOfCapacityError
+from graftline.proto.channel import Metadata
+from graftline.proto.v1 import prefill_pb2
+from graftline.worker.translate import handoff_from, token_from, tree_from, tree_origin_from
+
+if TYPE_CHECKING:
+    from grpc.aio import StreamStreamCall
+
+logger = logging.getLogger(__name__)
+
+SILENT_TICKS = 4
+
+_FAILURES = {
+    prefill_pb2.PREFILL_FAILURE_INVALID_REQUEST: PrefillFailure.INVALID_REQUEST,
+    prefill_pb2.PREFILL_FAILURE_OUT_OF_CAPACITY: PrefillFailure.OUT_OF_CAPACITY,
+    prefill_pb2.PREFILL_FAILURE_NOT_PAIRED: PrefillFailure.NOT_PAIRED,
+    prefill_pb2.PREFILL_FAILURE_TRANSFER_FAILED: PrefillFailure.TRANSFER_FAILED,
+    prefill_pb2.PREFILL_FAILURE_DRAINING: PrefillFailure.DRAINING,
+}
+
+
+class Inbox:
+    """What waits for the caller: tokens of several rounds in one go, then the outcome."""
+
+    def __init__(self) -> None:
+        self._tokens: deque[Token] = deque()
+        self._outcome: handoff.Outcome | None = None
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def put(self, item: tuple[Token, ...] | handoff.Outcome) -> None:
+        """Adds tokens, or the outcome after which nothing comes."""
+        if isinstance(item, tuple):
+            self._tokens.extend(item)
+        else:
+            self._outcome = item
+        self._changed.set()
+
+    async def get(self) -> tuple[Token, ...] | handoff.Outcome:
+        """All tokens that wait, or the outcome once there are none."""
+        while True:
+            if self._tokens:
+                tokens = tuple(self._tokens)
+                self._tokens.clear()
+                return tokens
+            if self._outcome is not None:
+                return self._outcome
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class Attempt:
+    """A handoff and the decoding that follows it.
+
+    Attributes:
+        request: prompt and tokens emitted by earlier attempts.
+        inbox: what the caller gets.
+        cached_tokens: prompt tokens the prefill found in its cache.
+        handoff_counts: what moved, once the prefill told.
+        tree_origin: of the tree that came.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        peer: Peer,
+        engine: DecodeEngine,
+        settings: ServiceSettings,
+        on_ended: Callable[["Attempt"], None],
+    ) -> None:
+        assert peer.incarnation is not None, "the peer is paired"
+        self.request = request
+        self.inbox = Inbox()
+        self.cached_tokens = 0
+        self.handoff_counts = HandoffCounts()
+        self.tree_origin = TreeOrigin.NONE
+        self._peer = peer
+        self._peer_incarnation = peer.incarnation
+        self._engine = engine
+        self._settings = settings
+        self._on_ended = on_ended
+        self._state = handoff.State(wants_pages=request.num_earlier_tokens + 1 < request.stopping.max_tokens)
+        self._first_token: Token | None = None
+        self._loop = asyncio.get_running_loop()
+        self._to_prefill: asyncio.Queue[prefill_pb2.PrefillRequest | None] = asyncio.Queue()
+        self._call: StreamStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse] | None = None
+        self._silent_ticks = 0
+        self._silence_timer = self._loop.call_later(self._tick_s, self._on_silence_tick)
+        self._drain_timer: asyncio.TimerHandle | None = None
+        self._leg_closed = False
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is held or awaited any more."""
+        return self._state.ended
+
+    def cancel(self, error: GraftlineError) -> None:
+        """The caller wants no more; `error` is what it is told if it still listens."""
+        self.post(handoff.CallerGone(error))
+
+    # --- the stream to the prefill ---------------------------------------------------------------------------
+
+    async def run(self, start: prefill_pb2.PrefillStart, metadata: Metadata) -> None:
+        """Opens the stream and pumps it to its end; to be run as a task of the service."""
+        self._peer.num_open += 1
+        reason = "the stream ended without a terminal event"
+        try:
+            self._call = self._peer.stub.Prefill(self._outgoing(start), metadata=metadata)
+            async for response in self._call:
+                self._silent_ticks = 0
+                self._on_response(response)
+        except grpc.RpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            # Our own call.cancel() arrives here as well as the end of the service.
+            reason = "the call was cancelled"
+        finally:
+            self._peer.num_open -= 1
+            self.post(handoff.StreamLost(reason))
+
+    async def _outgoing(self, start: prefill_pb2.PrefillStart) -> AsyncIterator[prefill_pb2.PrefillRequest]:
+        yield prefill_pb2.PrefillRequest(start=start)
+        while (message := await self._to_prefill.get()) is not None:
+            yield message
+
+    def _on_response(self, response: prefill_pb2.PrefillResponse) -> None:
+        match response.WhichOneof("event"):
+            case "scheduled":
+                self.cached_tokens = min(response.scheduled.cached_tokens, self.request.num_prompt_tokens)
+                self.post(Scheduled(response.scheduled.cached_tokens))
+            case "first_token":
+                self._on_first_token(response.first_token)
+            case "finished":
+                self._on_finished(response.finished)
+            case "failed":
+                failed = response.failed
+                code = _FAILURES.get(failed.code, PrefillFailure.INTERNAL)
+                self.post(PrefillFailed(code, failed.reason, failed.drained))
+            case "drained":
+                self.post(Drained())
+
+    def _on_first_token(self, message: prefill_pb2.PrefillFirstToken) -> None:
+        token = token_from(message.token_id, message.logprob if message.HasField("logprob") else None)
+        self._first_token = token
+        stopping = self.request.stopping
+        if token.token_id in stopping.ending_ids:
+            self.post(handoff.FirstTokenEnds(token, FinishReason.STOP, token.token_id))
+        elif not self._state.wants_pages:
+            self.post(handoff.FirstTokenEnds(token, FinishReason.LENGTH, None))
+        else:
+            self.post(FirstToken(token))
+
+    def _on_finished(self, message: prefill_pb2.PrefillFinished) -> None:
+        try:
+            tree = tree_from(message.tree)
+        except ValueError as error:
+            self.post(PrefillFailed(PrefillFailure.INTERNAL, f"the prefill sent {error}", drained=True))
+            return
+        self.handoff_counts = handoff_from(message.handoff)
+        self.tree_origin = tree_origin_from(message.tree_origin)
+        self.post(PrefillFinished(tree, self.tree_origin, self.handoff_counts))
+
+    # --- the machine -----------------------------------------------------------------------------------------
+
+    def post(self, message: handoff.Message) -> None:
+        """Takes a message and acts on it; never blocks."""
+        if self._state.ended:
+            return
+        self._state, actions = handoff.step(self._state, message)
+        for action in actions:
+            self._do(action)
+        if self._state.leg_over and not self._leg_closed:
+            self._close_leg()
+        if self._state.ended:
+            self._on_ended(self)
+
+    def _do(self, action: handoff.Action) -> None:
+        key = self.request.key
+        match action:
+            case handoff.Reserve():
+                self._reserve()
+            case handoff.SendDestination(destination):
+                self._to_prefill.put_nowait(destination_message(destination))
+            case handoff.SendCancel():
+                self._to_prefill.put_nowait(prefill_pb2.PrefillRequest(cancel=prefill_pb2.PrefillCancel()))
+                timeout_s = self._settings.drain_timeout_s
+                self._drain_timer = self._loop.call_later(timeout_s, self.post, handoff.DrainTimedOut())
+            case handoff.DropStream():
+                if self._call is not None:
+                    self._call.cancel()
+            case handoff.StartDecoding(tree):
+                assert self._first_token is not None, "the machine starts decoding only after a first token"
+                self._engine.start(key, self._first_token, tree)
+            case handoff.Release():
+                self._engine.release(key)
+            case handoff.Quarantine():
+                logger.warning("pages of %s go into quarantine: %s", key, self._peer_incarnation)
+                self._engine.quarantine(key, self._peer_incarnation)
+            case handoff.CancelDecoding():
+                self._engine.cancel(key)
+            case handoff.Emit(tokens):
+                self._emit(tokens)
+            case handoff.Tell(outcome):
+                self.inbox.put(outcome)
+
+    def _reserve(self) -> None:
+        try:
+            self._engine.reserve(self.request, self._deliver)
+        except GraftlineError as error:
+            self._loop.call_soon(self.post, handoff.ReserveRefused(error))
+
+    def _emit(self, tokens: tuple[Token, ...]) -> None:
+        self.inbox.put(tokens)
+        if len(self.inbox) > self._settings.max_unsent_tokens:
+            too_slow = OutOfCapacityError(f"the caller left {len(self.inbox)} tokens unread")
+            self._loop.call_soon(self.cancel, too_slow)
+
+    def _deliver(self, event: DecodeEvent) -> None:
+        """Called from the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.post, event)
+        except RuntimeError:
+            # The loop is closed: the process is on its way out and nobody is left to tell.
+            return
+
+    # --- timers ----------------------------------------------------------------------------------------------
+
+    @property
+    def _tick_s(self) -> float:
+        return self._settings.peer_silence_s / SILENT_TICKS
+
+    def _on_silence_tick(self) -> None:
+        """Counts ticks, not seconds: a late event loop of ours cannot make a peer look silent."""
+        self._silent_ticks += 1
+        if self._silent_ticks > SILENT_TICKS:
+            silence = f"nothing heard for {self._settings.peer_silence_s:g} s"
+            self.post(handoff.StreamLost(silence, silent=True))
+            return
+        self._silence_timer = self._loop.call_later(self._tick_s, self._on_silence_tick)
+
+    def _close_leg(self) -> None:
+        self._leg_closed = True
+        self._silence_timer.cancel()
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+        self._to_prefill.put_nowait(None)
+
+
+def destination_message(destination: Destination) -> prefill_pb2.PrefillRequest:
+    """Tells a prefill where to write."""
+    return prefill_pb2.PrefillRequest(
+        destination=prefill_pb2.PrefillDestination(page_ids=destination.page_ids, slot_id=destination.slot_id)
+    )

@@ -1,0 +1,270 @@
+"""The gRPC face of a decode worker: one `Generate` call drives one prefill, decodes, and streams tokens.
+
+A call is one or more attempts in a row (`attempt.py`): another one when the prefill has to be paired anew, or when
+the pages were taken and prompt plus emitted tokens are prefilled again. Attempts outlive the call that made them
+until their prefill leg and pages are over.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, Protocol
+
+from graftline.decode_server import handoff
+from graftline.decode_server.attempt import Attempt
+from graftline.decode_server.peers import Peer, PrefillPeers
+from graftline.decode_server.settings import ServiceSettings
+from graftline.engine.request import Request, RequestKey, Token, TreeOrigin
+from graftline.engine.service_api import DecodeEngine, HandoffCounts, SpeculationCounts
+from graftline.errors import (
+    CancelledRequestError,
+    GraftlineError,
+    IncompatibleError,
+    OutOfCapacityError,
+    PeerUnavailableError,
+    PreemptedError,
+)
+from graftline.proto.channel import Metadata
+from graftline.proto.status import Leg, abort_with, rpc_border
+from graftline.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from graftline.proto.validation import ModelLimits, check_decode_request
+from graftline.worker.translate import (
+    finish_reason_message,
+    handoff_message,
+    logprob_messages,
+    request_from,
+    speculation_message,
+    start_message,
+)
+
+logger = logging.getLogger(__name__)
+
+# The prefill sees this many attempts for one of the router's, so that no number is ever used twice.
+ATTEMPTS_PER_CALL = 256
+
+
+class Spawn(Protocol):
+    """Starts a task that the server owns and waits for."""
+
+    def __call__(self, work: Coroutine[Any, Any, None], *, name: str) -> object:
+        """Starts `work`."""
+
+
+class Call:
+    """What one `Generate` has emitted and counted over its attempts."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.emitted: list[Token] = []
+        self.speculation = SpeculationCounts()
+        self.handoff = HandoffCounts()
+        self.tree_origin = TreeOrigin.NONE
+        self.cached_tokens = 0
+        self.num_attempts = 0
+        self.started_s = time.monotonic()
+
+    def next_request(self) -> Request:
+        """Prompt and everything emitted, under the next attempt number."""
+        key = self.request.key
+        attempt = key.attempt * ATTEMPTS_PER_CALL + self.num_attempts
+        self.num_attempts += 1
+        return replace(
+            self.request,
+            key=RequestKey(key.request_id, attempt),
+            token_ids=self.request.token_ids + tuple(token.token_id for token in self.emitted),
+        )
+
+    def count(self, attempt: Attempt, speculation: SpeculationCounts) -> None:
+        """Adds what an attempt did."""
+        first = self.tree_origin is TreeOrigin.NONE
+        if first:
+            self.tree_origin = attempt.tree_origin
+        self.cached_tokens = max(self.cached_tokens, attempt.cached_tokens)
+        mine, its = self.speculation, speculation
+        self.speculation = SpeculationCounts(
+            rounds=mine.rounds + its.rounds,
+            drafted=mine.drafted + its.drafted,
+            accepted=mine.accepted + its.accepted,
+            first_round_drafted=its.first_round_drafted if first else mine.first_round_drafted,
+            first_round_accepted=its.first_round_accepted if first else mine.first_round_accepted,
+        )
+        moved, more = self.handoff, attempt.handoff_counts
+        self.handoff = HandoffCounts(
+            num_bytes=moved.num_bytes + more.num_bytes,
+            write_s=moved.write_s + more.write_s,
+            queue_s=moved.queue_s + more.queue_s,
+            prefill_s=moved.prefill_s + more.prefill_s,
+            chunks=moved.chunks + more.chunks,
+        )
+
+    def finished_message(self, done: handoff.Done) -> decode_pb2.DecodeServiceGenerateResponse:
+        """The last message of a call that went well."""
+        usage = common_pb2.Usage(
+            prompt_tokens=self.request.num_prompt_tokens,
+            completion_tokens=len(self.emitted),
+            cached_tokens=self.cached_tokens,
+        )
+        finished = decode_pb2.DecodeFinished(
+            reason=finish_reason_message(done.reason),
+            stop_token_id=done.stop_token_id,
+            usage=usage,
+            speculation=self.speculation_message(),
+            handoff=handoff_message(self.handoff),
+        )
+        return decode_pb2.DecodeServiceGenerateResponse(finished=finished)
+
+    def speculation_message(self) -> common_pb2.SpeculationStats:
+        """What speculation did so far."""
+        return speculation_message(self.speculation, self.tree_origin)
+
+
+class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
+    """Generate over an engine."""
+
+    def __init__(
+        self,
+        *,
+        identity: common_pb2.WorkerIdentity,
+        engine: DecodeEngine,
+        peers: PrefillPeers,
+        limits: ModelLimits,
+        eos_token_ids: frozenset[int],
+        settings: ServiceSettings,
+        spawn: Spawn,
+        metadata: Metadata = (),
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._peers = peers
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._settings = settings
+        self._spawn = spawn
+        self._metadata = metadata
+        self._admitting = True
+        self._num_calls = 0
+        self._open: set[Attempt] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- life of the service ---------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Attempts that have not ended, those of vanished callers included."""
+        return len(self._open)
+
+    def stop_admitting(self) -> None:
+        """From now on new calls are answered UNAVAILABLE."""
+        self._admitting = False
+
+    def cancel_all(self, error: GraftlineError) -> None:
+        """Ends everything that is open."""
+        for attempt in tuple(self._open):
+            attempt.cancel(error)
+
+    async def wait_idle(self) -> None:
+        """Until no attempt is open."""
+        await self._idle.wait()
+
+    # --- RPC -------------------------------------------------------------------------------------------------
+
+    async def Generate(self, request: decode_pb2.DecodeServiceGenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        """One request; the last message of a stream that ends well is `finished`."""
+        async with rpc_border(context, leg=Leg.DECODE):
+            self._admit()
+            check_decode_request(request, self._limits)
+            call = Call(request_from(request, self._eos_token_ids))
+            self._num_calls += 1
+            try:
+                outcome = await self._serve(call, request, context)
+            finally:
+                self._num_calls -= 1
+            if isinstance(outcome, handoff.Failed):
+                await abort_with(context, outcome.error, leg=outcome.leg, speculation=call.speculation_message())
+            await self._send(context, call.finished_message(outcome))
+
+    def _admit(self) -> None:
+        if not self._admitting:
+            raise PeerUnavailableError("this decode is about to stop")
+        if max(self._num_calls, len(self._open)) >= self._settings.max_open:
+            raise OutOfCapacityError(f"{self._settings.max_open} requests are open", retry_after_s=1.0)
+
+    async def _serve(
+        self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, context: Any
+    ) -> handoff.Done | handoff.Failed:
+        """Attempts until one ends the call."""
+        preemptions_left, repairs_left = self._settings.max_preemptions, 1
+        while True:
+            try:
+                peer = await self._peers.paired(asked.prefill_address)
+            except (PeerUnavailableError, IncompatibleError, OutOfCapacityError) as unpaired:
+                return handoff.Failed(unpaired, Leg.PREFILL)
+            attempt, incarnation = self._begin(call, asked, peer), peer.incarnation
+            outcome = await self._relay(call, attempt, context)
+            match outcome:
+                case handoff.Done(speculation=speculation):
+                    call.count(attempt, speculation)
+                    return outcome
+                case handoff.GoOn(speculation) if preemptions_left > 0:
+                    call.count(attempt, speculation)
+                    preemptions_left -= 1
+                case handoff.GoOn(speculation):
+                    call.count(attempt, speculation)
+                    return handoff.Failed(PreemptedError("its pages were taken too often"), Leg.DECODE)
+                case handoff.Failed(repair=True) if repairs_left > 0:
+                    self._peers.unpair(peer, incarnation or "")
+                    repairs_left -= 1
+                case handoff.Failed(error):
+                    if isinstance(error, PeerUnavailableError) and outcome.leg is Leg.PREFILL:
+                        self._peers.unpair(peer, incarnation or "")
+                    return outcome
+
+    def _begin(self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, peer: Peer) -> Attempt:
+        request = call.next_request()
+        start = start_message(
+            request,
+            asked,
+            decode_incarnation=self._identity.incarnation,
+            prefill_incarnation=peer.incarnation or "",
+            real_tree=self._settings.real_tree,
+        )
+        attempt = Attempt(request, peer, self._engine, self._settings, self._on_ended)
+        self._open.add(attempt)
+        self._idle.clear()
+        self._spawn(attempt.run(start, self._metadata), name=f"handoff {request.key}")
+        return attempt
+
+    async def _relay(self, call: Call, attempt: Attempt, context: Any) -> handoff.Outcome:
+        """Tokens to the caller, until the attempt's outcome."""
+        try:
+            while isinstance(item := await attempt.inbox.get(), tuple):
+                call.emitted.extend(item)
+                await self._send(context, tokens_message(item))
+            return item
+        except BaseException:
+            attempt.cancel(CancelledRequestError("the caller went away"))
+            raise
+
+    async def _send(self, context: Any, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
+        try:
+            await asyncio.wait_for(context.write(message), self._settings.send_timeout_s)
+        except TimeoutError as error:
+            timeout_s = self._settings.send_timeout_s
+            raise OutOfCapacityError(f"the caller read nothing for {timeout_s:g} s") from error
+
+    def _on_ended(self, attempt: Attempt) -> None:
+        self._open.discard(attempt)
+        if not self._open:
+            self._idle.set()
+
+
+def tokens_message(tokens: tuple[Token, ...]) -> decode_pb2.DecodeServiceGenerateResponse:
+    """Tokens on their way to the caller."""
+    return decode_pb2.DecodeServiceGenerateResponse(
+        tokens=decode_pb2.DecodeTokens(
+            token_ids=[token.token_id for token in tokens], logprobs=logprob_messages(tokens)
+        )
+    )

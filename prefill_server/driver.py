@@ -1,0 +1,102 @@
+"""Does what the prefill's handoff machine says, for one handoff, on the event loop's thread.
+
+Lives from the first message of the stream until the engine has let go of the request, whether or not the stream
+is still there.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from graftline.engine.request import Request
+from graftline.engine.service_api import Destination, PrefillEngine, PrefillEvent, PrefillFailure
+from graftline.errors import GraftlineError, InvalidRequestError, OutOfCapacityError
+from graftline.prefill_server import handoff
+
+
+class HandoffDriver:
+    """One handoff.
+
+    Attributes:
+        outbox: events for the decode, in order; a terminal one is the last.
+    """
+
+    def __init__(self, engine: PrefillEngine, timeout_s: float, on_ended: Callable[["HandoffDriver"], None]) -> None:
+        self.outbox: asyncio.Queue[PrefillEvent] = asyncio.Queue()
+        self.request: Request | None = None
+        self._decode_incarnation = ""
+        self._real_tree = True
+        self._engine = engine
+        self._on_ended = on_ended
+        self._state = handoff.State()
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(timeout_s, self.post, handoff.Cancel())
+
+    @property
+    def started(self) -> bool:
+        """The start message came."""
+        return self._state.phase is not handoff.Phase.AWAIT_START
+
+    def start(self, request: Request, decode_incarnation: str, real_tree: bool) -> None:
+        """The start message; a second one is ignored."""
+        if self.started:
+            return
+        self.request, self._decode_incarnation, self._real_tree = request, decode_incarnation, real_tree
+        self.post(handoff.Start())
+
+    def refuse(self, code: PrefillFailure, reason: str) -> None:
+        """The start message cannot be taken."""
+        if self.started:
+            return
+        self._state, _ = handoff.step(self._state, handoff.Start())
+        self.post(handoff.Refused(code, reason))
+
+    def set_destination(self, destination: Destination) -> None:
+        """The decode's answer to `Scheduled`."""
+        self.post(handoff.SetDestination(destination))
+
+    def post(self, message: handoff.Message) -> None:
+        """Takes a message and acts on it; never blocks."""
+        if self._state.ended:
+            return
+        self._state, actions = handoff.step(self._state, message)
+        for action in actions:
+            self._do(action)
+        if self._state.ended:
+            self._timer.cancel()
+            self._on_ended(self)
+
+    def _do(self, action: handoff.Action) -> None:
+        match action:
+            case handoff.Submit():
+                self._submit()
+            case handoff.SetDestination(destination):
+                self._engine.set_destination(self._started_request().key, destination)
+            case handoff.CancelEngine():
+                self._engine.cancel(self._started_request().key)
+            case handoff.Send(event):
+                self.outbox.put_nowait(event)
+
+    def _submit(self) -> None:
+        try:
+            self._engine.submit(self._started_request(), self._decode_incarnation, self._real_tree, self._deliver)
+        except InvalidRequestError as error:
+            self._post_soon(handoff.Refused(PrefillFailure.INVALID_REQUEST, str(error)))
+        except OutOfCapacityError as error:
+            self._post_soon(handoff.Refused(PrefillFailure.OUT_OF_CAPACITY, str(error)))
+        except GraftlineError as error:
+            self._post_soon(handoff.Refused(PrefillFailure.DRAINING, str(error)))
+
+    def _post_soon(self, message: handoff.Message) -> None:
+        self._loop.call_soon(self.post, message)
+
+    def _deliver(self, event: PrefillEvent) -> None:
+        """Called from the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.post, event)
+        except RuntimeError:
+            # The loop is closed: the process is on its way out and nobody is left to tell.
+            return
+
+    def _started_request(self) -> Request:
+        assert self.request is not None, "the machine acts on a request only after its start"
+        return self.request
