@@ -1,0 +1,88 @@
+"""A served model as text sees it: tokenizer, vocabulary and chat template, built from a worker's model card."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from graftline.errors import IncompatibleError, InvalidRequestError
+from graftline.proto.v1.common_pb2 import ModelCard
+from graftline.router.text.chat_template import ChatTemplate, Message
+from graftline.router.text.detokenizer import Vocabulary
+from graftline.router.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model card, ready for use."""
+
+    model_id: str
+    card_hash: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    tokenizer: TextTokenizer
+    vocabulary: Vocabulary
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def load(cls, card: ModelCard) -> "ServedModel":
+        """Builds everything; takes up to seconds for large vocabularies.
+
+        Raises:
+            IncompatibleError: tokenizer or template cannot be read, or a number is missing.
+        """
+        for name in ("vocab_size", "context_length"):
+            if getattr(card, name) == 0:
+                raise IncompatibleError((name,), f"the model card of {card.model_id!r} has no {name}")
+        tokenizer = TextTokenizer(card.tokenizer_json, card.bos_token_id)
+        template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
+        return cls(
+            card.model_id,
+            card.card_hash,
+            card.vocab_size,
+            card.context_length,
+            frozenset(card.eos_token_ids),
+            tokenizer,
+            Vocabulary(tokenizer),
+            template,
+        )
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a chat.
+
+        Raises:
+            InvalidRequestError: a bad chat, or a model without a chat template.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError("chat", f"the model {self.model_id!r} has no chat template; send text instead")
+        return self.tokenizer.encode_chat(self.chat_template.render(messages, self.tokenizer.special_tokens))
+
+
+class ModelStore:
+    """Loads each distinct card once; keeps the few that are in use."""
+
+    def __init__(self, executor: Executor, max_models: int = 8) -> None:
+        self._executor = executor
+        self._max_models = max_models
+        self._models: dict[str, ServedModel] = {}
+
+    def has(self, card_hash: str) -> bool:
+        """True when a worker may leave tokenizer and template out of its answer."""
+        return card_hash in self._models
+
+    async def load(self, card: ModelCard) -> ServedModel:
+        """The model of a card, from memory or built off the event loop. Raises as `ServedModel.load`."""
+        model = self._models.get(card.card_hash)
+        if model is None:
+            loop = asyncio.get_running_loop()
+            try:
+                model = await loop.run_in_executor(self._executor, ServedModel.load, card)
+            except IncompatibleError:
+                raise
+            except Exception as error:  # a card is foreign input; what it breaks must not end the router
+                raise IncompatibleError(("model_card",), f"{type(error).__name__}: {error}") from error
+            self._models[card.card_hash] = model
+            while len(self._models) > self._max_models:
+                del self._models[next(iter(self._models))]
+        return model

@@ -1,0 +1,100 @@
+"""Where the addresses of workers come from: fixed lists, a file that may change, DNS."""
+
+import asyncio
+import json
+import logging
+import socket
+import tomllib
+from pathlib import Path
+from typing import Any, Protocol
+
+from graftline.errors import InvalidRequestError
+from graftline.proto.address import parse_address
+from graftline.router.config import WorkerLists
+
+logger = logging.getLogger(__name__)
+
+DNS_PREFIX = "dns:"
+
+
+class WorkerSource(Protocol):
+    """Says which workers there are, now."""
+
+    async def workers(self) -> WorkerLists:
+        """The current lists; never raises for a source that is broken for a while, but repeats its last answer."""
+
+
+class ListSource:
+    """Fixed lists. `dns:host:port` stands for every address the name has at the time of asking."""
+
+    def __init__(self, lists: WorkerLists) -> None:
+        self._lists = lists
+        self._last: dict[str, tuple[str, ...]] = {}
+
+    async def workers(self) -> WorkerLists:
+        """See WorkerSource."""
+        return WorkerLists(await self._expanded(self._lists.prefill), await self._expanded(self._lists.decode))
+
+    async def _expanded(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        expanded: list[str] = []
+        for address in addresses:
+            expanded += await self._resolved(address) if address.startswith(DNS_PREFIX) else (address,)
+        return tuple(dict.fromkeys(expanded))
+
+    async def _resolved(self, address: str) -> tuple[str, ...]:
+        host, port = parse_address(address.removeprefix(DNS_PREFIX))
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            logger.warning("cannot resolve %r: %s", host, error)
+            return self._last.get(address, ())
+        hosts = [f"[{info[4][0]}]" if info[0] is socket.AF_INET6 else str(info[4][0]) for info in found]
+        self._last[address] = tuple(f"{name}:{port}" for name in sorted(set(hosts)))
+        return self._last[address]
+
+
+class FileSource:
+    """A JSON or TOML file (by its suffix) with the lists `prefill` and `decode`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lists = ListSource(WorkerLists())
+        self._seen: tuple[int, int, int] | None = None
+
+    async def workers(self) -> WorkerLists:
+        """See WorkerSource."""
+        try:
+            stat = self._path.stat()
+            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if seen != self._seen:
+                self._lists = ListSource(read_worker_lists(self._path))
+                self._seen = seen
+        except (OSError, ValueError, InvalidRequestError) as error:
+            logger.warning("the workers file %s is not usable, its last lists stay: %s", self._path, error)
+        return await self._lists.workers()
+
+
+def read_worker_lists(path: Path) -> WorkerLists:
+    """Reads a workers file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not JSON or TOML.
+        InvalidRequestError: it holds something other than lists of addresses.
+    """
+    text = path.read_text(encoding="utf-8")
+    content: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    if not isinstance(content, dict):
+        raise InvalidRequestError(str(path), "is not a table with the lists prefill and decode")
+    for name in content.keys() - {"prefill", "decode"}:
+        raise InvalidRequestError(name, "is neither prefill nor decode")
+    return WorkerLists(_addresses(content, "prefill"), _addresses(content, "decode"))
+
+
+def _addresses(content: dict[str, Any], role: str) -> tuple[str, ...]:
+    addresses = content.get(role, [])
+    if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
+        raise InvalidRequestError(role, f"{addresses!r} is not a list of addresses")
+    for address in addresses:
+        parse_address(address.removeprefix(DNS_PREFIX), field=role)
+    return tuple(addresses)

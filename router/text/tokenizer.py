@@ -1,0 +1,111 @@
+"""Text to token ids, from the bytes of a model card.
+
+Prompt text that a caller composed itself is encoded as it stands: special tokens written in it count as such,
+because completion prompts carry whole templates. Chat content is different: a user who types `<|im_end|>` must
+not end his own turn. `encode_chat` gives template text its special tokens and user text none.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from graftline.errors import IncompatibleError
+from graftline.router.text.chat_template import RenderedChat
+
+
+@dataclass(frozen=True, slots=True)
+class _AddedToken:
+    token_id: int
+    content: str
+    lstrip: bool
+    rstrip: bool
+
+    @property
+    def pattern(self) -> str:
+        before, after = (r"\s*" if self.lstrip else ""), (r"\s*" if self.rstrip else "")
+        return f"{before}{re.escape(self.content)}{after}"
+
+
+class TextTokenizer:
+    """Encodes prompts. Thread-safe after construction.
+
+    Args:
+        tokenizer_json: a Hugging Face tokenizers file.
+        bos_token_id: put before a plain text prompt; -1 for none.
+
+    Raises:
+        IncompatibleError: the file cannot be read as a tokenizer.
+    """
+
+    def __init__(self, tokenizer_json: bytes, bos_token_id: int = -1) -> None:
+        self._json = tokenizer_json
+        self._bos_token_id = bos_token_id
+        self.tokenizer = _load(tokenizer_json)
+        self.description: dict[str, Any] = json.loads(tokenizer_json)
+        self.special_tokens = {token.content: token for token in _special_tokens(self.description)}
+        self._special_pattern = re.compile("|".join(_longest_first(self.special_tokens)) or r"(?!)")
+
+    @cached_property
+    def _literal_tokenizer(self) -> Tokenizer:
+        """Encodes special tokens as the plain text they look like; built on first need, which is rare."""
+        tokenizer = _load(self._json)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a prompt that the caller composed; the model's BOS is put before it unless it is there already."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if self._bos_token_id >= 0 and ids[:1] != [self._bos_token_id]:
+            ids.insert(0, self._bos_token_id)
+        return ids
+
+    def encode_chat(self, chat: RenderedChat) -> list[int]:
+        """Ids of a rendered chat: special tokens of the template count, those in message contents are text."""
+        if not chat.literals:
+            ids: list[int] = self.tokenizer.encode(chat.text, add_special_tokens=False).ids
+            return ids
+        return [token_id for piece in self._pieces(chat) for token_id in piece]
+
+    def _pieces(self, chat: RenderedChat) -> list[list[int]]:
+        pieces: list[list[int]] = []
+        end = 0
+        for match in self._special_pattern.finditer(chat.text):
+            pieces.append(self._encode_literal(chat, chat.text[end : match.start()]))
+            pieces.append([self._special_id(match.group())])
+            end = match.end()
+        pieces.append(self._encode_literal(chat, chat.text[end:]))
+        return pieces
+
+    def _encode_literal(self, chat: RenderedChat, text: str) -> list[int]:
+        ids: list[int] = self._literal_tokenizer.encode(chat.with_literals(text), add_special_tokens=False).ids
+        return ids
+
+    def _special_id(self, matched: str) -> int:
+        token = self.special_tokens.get(matched) or self.special_tokens[matched.strip()]
+        return token.token_id
+
+
+def _load(tokenizer_json: bytes) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    except Exception as error:  # the library raises bare Exception
+        raise IncompatibleError(("tokenizer_json",), f"the model card's tokenizer cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _special_tokens(description: dict[str, Any]) -> list[_AddedToken]:
+    return [
+        _AddedToken(entry["id"], entry["content"], entry.get("lstrip", False), entry.get("rstrip", False))
+        for entry in description.get("added_tokens") or ()
+        if entry.get("special")
+    ]
+
+
+def _longest_first(tokens: dict[str, _AddedToken]) -> list[str]:
+    return [token.pattern for token in sorted(tokens.values(), key=lambda token: -len(token.content))]

@@ -1,0 +1,153 @@
+"""A worker as the router knows it: what it said about itself, its load, and the requests this router has on it."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from grpc import aio
+
+from graftline.proto.status import Leg
+from graftline.proto.v1.common_pb2 import WorkerIdentity, WorkerRole
+from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
+from graftline.proto.v1.router_pb2 import WorkerStatus
+from graftline.proto.v1.worker_pb2 import DescribeResponse, Limits, WatchResponse
+from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
+from graftline.router.breaker import Breaker
+from graftline.router.model import ServedModel
+
+if TYPE_CHECKING:
+    from graftline.router.pairing import Claim
+
+
+class Role(Enum):
+    """What a worker does."""
+
+    PREFILL = WorkerRole.WORKER_ROLE_PREFILL
+    DECODE = WorkerRole.WORKER_ROLE_DECODE
+
+    @property
+    def leg(self) -> Leg:
+        """The leg of a request this role serves."""
+        return Leg.PREFILL if self is Role.PREFILL else Leg.DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a worker said about itself; valid for one incarnation."""
+
+    identity: WorkerIdentity
+    fingerprint: Mapping[str, str]
+    model: ServedModel
+    limits: Limits
+    num_stages: int
+
+    @classmethod
+    def of(cls, response: DescribeResponse, model: ServedModel) -> "Description":
+        """From the worker's own answer."""
+        return cls(response.identity, dict(response.fingerprint.fields), model, response.limits, response.num_stages)
+
+
+class Worker:
+    """State of one worker. The follower of the registry writes it; claims count on it.
+
+    Attributes:
+        reason: why it is not available; empty when it is.
+        open_requests: requests this router has on it.
+        pending_tokens: prompt tokens of those that still wait for their first token (prefill).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: Role,
+        channel: aio.Channel,
+        breaker: Breaker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self.role = role
+        self.channel = channel
+        self.service = WorkerServiceStub(channel)
+        self.decode = DecodeServiceStub(channel)
+        self.breaker = breaker
+        self.description: Description | None = None
+        self.load = WatchResponse()
+        self.reason = "not reached yet"
+        self.open_requests = 0
+        self.pending_tokens = 0
+        self.claims: set[Claim] = set()
+        self._clock = clock
+        self._progressed_at = clock()
+
+    @property
+    def incarnation(self) -> str:
+        """Of the process that answered last; empty before the first answer."""
+        return self.description.identity.incarnation if self.description else ""
+
+    @property
+    def peer_address(self) -> str:
+        """The address peers should use: what the worker advertises."""
+        return (self.description.identity.address if self.description else "") or self.address
+
+    @property
+    def is_available(self) -> bool:
+        """May be picked for new requests."""
+        return not self.reason and not self.breaker.is_open
+
+    def described(self, description: Description) -> None:
+        """The worker answered. A new incarnation has lost every request of the old one."""
+        if description.identity.incarnation != self.incarnation:
+            self.revoke_claims("restarted")
+            self.breaker.reset()
+            self.load = WatchResponse()
+        self.description = description
+
+    def reported(self, load: WatchResponse) -> None:
+        """A load message arrived."""
+        if load.progress != self.load.progress or not self._has_work(load):
+            self._progressed_at = self._clock()
+        self.load = load
+
+    def stalled_for_s(self) -> float:
+        """Seconds since it last advanced, or had nothing to do."""
+        return self._clock() - self._progressed_at
+
+    def available_again(self) -> None:
+        """It serves."""
+        self.reason = ""
+
+    def lost(self, reason: str) -> None:
+        """It cannot be used, and what runs on it must move."""
+        self.reason = reason
+        self.revoke_claims(reason)
+
+    def refuses_new(self, reason: str) -> None:
+        """It takes nothing new; what runs on it goes on."""
+        self.reason = reason
+
+    def revoke_claims(self, reason: str) -> None:
+        """Moves every request away."""
+        for claim in tuple(self.claims):
+            claim.revoke(self, reason)
+
+    def status(self) -> WorkerStatus:
+        """For GetStatus."""
+        description = self.description
+        status = WorkerStatus(
+            identity=description.identity if description else WorkerIdentity(role=self.role.value),
+            available=self.is_available,
+            reason=self.reason or ("its circuit breaker is open" if self.breaker.is_open else ""),
+            num_stages=description.num_stages if description else 0,
+            load=self.load,
+            open_requests=self.open_requests,
+        )
+        status.identity.address = self.address
+        if description:
+            status.fingerprint.fields.update(description.fingerprint)
+        return status
+
+    def _has_work(self, load: WatchResponse) -> bool:
+        # A decode's queue waits for prefills; only running requests make rounds.
+        return load.running > 0 or (self.role is Role.PREFILL and load.queued > 0)

@@ -1,0 +1,195 @@
+"""Every metric in one table, and the registry a process builds from its part of it.
+
+Names are promtool-clean: prefix `graftline_`, base units, counters end in `_total`. Label values come from
+bounded sets (models served, workers configured, enum members), never from requests.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Kind(Enum):
+    """How a metric behaves."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class ProcessRole(Enum):
+    """Which process exports a metric."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A row of the table."""
+
+    name: str
+    kind: Kind
+    help: str
+    roles: frozenset[ProcessRole]
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _router(
+    name: str, kind: Kind, help_text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = ()
+) -> Metric:
+    return Metric(f"graftline_router_{name}", kind, help_text, frozenset({ProcessRole.ROUTER}), labels, buckets)
+
+
+REQUESTS_STARTED = _router("requests_started_total", Kind.COUNTER, "Requests admitted.", ("model",))
+REQUESTS_ENDED = _router(
+    "requests_ended_total",
+    Kind.COUNTER,
+    "Admitted requests that ended, by outcome: stop, length, cancelled or an error class. Started minus ended is open.",
+    ("model", "outcome"),
+)
+REQUESTS_REFUSED = _router(
+    "requests_refused_total", Kind.COUNTER, "Requests refused before admission, by error class.", ("reason",)
+)
+REQUESTS_OPEN = _router("requests_open", Kind.GAUGE, "Requests being served now.")
+ATTEMPTS_FAILED = _router(
+    "attempts_failed_total", Kind.COUNTER, "Attempts that failed, by leg and error class.", ("leg", "reason")
+)
+STREAMS_RESUMED = _router(
+    "streams_resumed_total", Kind.COUNTER, "Choices continued on another pair after their first token.", ("model",)
+)
+RESUME_GAP = _router(
+    "resume_gap_seconds",
+    Kind.HISTOGRAM,
+    "From the last token before a failure to the first one after it.",
+    (),
+    LATENCY_BUCKETS_S,
+)
+SLOW_CONSUMERS_CUT = _router(
+    "slow_consumers_cut_total", Kind.COUNTER, "Requests cut because the client read too slowly."
+)
+PROMPT_TOKENS = _router("prompt_tokens_total", Kind.COUNTER, "Prompt tokens of finished choices.", ("model",))
+CACHED_TOKENS = _router(
+    "cached_tokens_total", Kind.COUNTER, "Prompt tokens of finished choices found in a prefix cache.", ("model",)
+)
+COMPLETION_TOKENS = _router("completion_tokens_total", Kind.COUNTER, "Output tokens sent to clients.", ("model",))
+SPECULATION_ROUNDS = _router("speculation_rounds_total", Kind.COUNTER, "Verify rounds of finished choices.", ("model",))
+SPECULATION_DRAFTED = _router(
+    "speculation_drafted_tokens_total", Kind.COUNTER, "Draft tokens verified for finished choices.", ("model",)
+)
+SPECULATION_ACCEPTED = _router(
+    "speculation_accepted_tokens_total", Kind.COUNTER, "Draft tokens accepted for finished choices.", ("model",)
+)
+FIRST_ROUND_DRAFTED = _router(
+    "first_round_drafted_tokens_total",
+    Kind.COUNTER,
+    "Draft tokens verified in first rounds, by origin of the tree.",
+    ("model", "tree_origin"),
+)
+FIRST_ROUND_ACCEPTED = _router(
+    "first_round_accepted_tokens_total",
+    Kind.COUNTER,
+    "Draft tokens accepted in first rounds, by origin of the tree.",
+    ("model", "tree_origin"),
+)
+TOKENIZE = _router("tokenize_seconds", Kind.HISTOGRAM, "Prompt to token ids.", (), LATENCY_BUCKETS_S)
+TIME_TO_FIRST_TOKEN = _router(
+    "time_to_first_token_seconds", Kind.HISTOGRAM, "Request received to first token.", ("model",), LATENCY_BUCKETS_S
+)
+INTER_TOKEN = _router(
+    "inter_token_seconds",
+    Kind.HISTOGRAM,
+    "Time between two messages of a choice, divided by the tokens of the later one.",
+    ("model",),
+    LATENCY_BUCKETS_S,
+)
+END_TO_END = _router(
+    "request_seconds", Kind.HISTOGRAM, "Request received to its last message.", ("model",), LATENCY_BUCKETS_S
+)
+WORKER_AVAILABLE = _router(
+    "worker_available", Kind.GAUGE, "1 when the worker may be picked for new requests.", ("role", "worker")
+)
+WORKER_OPEN_REQUESTS = _router(
+    "worker_open_requests", Kind.GAUGE, "Requests this router has open on the worker.", ("role", "worker")
+)
+WORKER_LOST = _router(
+    "worker_lost_total", Kind.COUNTER, "Times a worker was found dead, restarted or hung.", ("role", "worker")
+)
+
+ROUTER_METRICS = (
+    REQUESTS_STARTED,
+    REQUESTS_ENDED,
+    REQUESTS_REFUSED,
+    REQUESTS_OPEN,
+    ATTEMPTS_FAILED,
+    STREAMS_RESUMED,
+    RESUME_GAP,
+    SLOW_CONSUMERS_CUT,
+    PROMPT_TOKENS,
+    CACHED_TOKENS,
+    COMPLETION_TOKENS,
+    SPECULATION_ROUNDS,
+    SPECULATION_DRAFTED,
+    SPECULATION_ACCEPTED,
+    FIRST_ROUND_DRAFTED,
+    FIRST_ROUND_ACCEPTED,
+    TOKENIZE,
+    TIME_TO_FIRST_TOKEN,
+    INTER_TOKEN,
+    END_TO_END,
+    WORKER_AVAILABLE,
+    WORKER_OPEN_REQUESTS,
+    WORKER_LOST,
+)
+TABLE: tuple[Metric, ...] = ROUTER_METRICS
+
+
+class Metrics:
+    """The metrics of one process: a registry of its own, filled from the rows that name its role."""
+
+    def __init__(self, role: ProcessRole, table: Iterable[Metric] = TABLE) -> None:
+        self.registry = CollectorRegistry()
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for metric in table:
+            if role in metric.roles:
+                self._add(metric)
+
+    def counter(self, metric: Metric) -> Counter:
+        """The instrument of a row."""
+        return self._counters[metric.name]
+
+    def gauge(self, metric: Metric) -> Gauge:
+        """The instrument of a row."""
+        return self._gauges[metric.name]
+
+    def histogram(self, metric: Metric) -> Histogram:
+        """The instrument of a row."""
+        return self._histograms[metric.name]
+
+    def exposition(self) -> bytes:
+        """All current values in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _add(self, metric: Metric) -> None:
+        match metric.kind:
+            case Kind.COUNTER:
+                self._counters[metric.name] = Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+            case Kind.GAUGE:
+                self._gauges[metric.name] = Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+            case Kind.HISTOGRAM:
+                self._histograms[metric.name] = Histogram(
+                    metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets
+                )
