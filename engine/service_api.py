@@ -221,7 +221,14 @@ class PoolGauges:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot for load reports and metrics; cheap to take from any thread."""
+    """A snapshot for load reports and metrics; cheap to take from any thread.
+
+    Attributes:
+        progress: steps or rounds since start.
+        computing: whether a step is under way.
+        failed: why the engine cannot go on, or None.
+        taken_s: when the snapshot was taken, on the monotonic clock; an old one means a stuck loop.
+    """
 
     queued: int
     queued_tokens: int
@@ -233,3 +240,5 @@ class EngineLoad:
     tokens_per_s: float
     accept_length: float
     failed: str | None
+    computing: bool = False
+    taken_s: float = 0.0

@@ -15,8 +15,8 @@ def select_children(
         child_ids: [requests, beam, K] int64.
 
     Returns:
-        ([requests, K] int64 parent's index in the beam, [requests, K] int64 token ids,
-        [requests, K] float32 cumulative log-probabilities, best first,
+        ([requests, K] int64 index among all children, parent-major: the parent is index // K,
+        [requests, K] int64 token ids, [requests, K] float32 cumulative log-probabilities, best first,
         [requests, beam * K] float32 cumulative log-probabilities of all children, parent-major).
     """
     num_requests, beam, width = child_logprobs.shape
@@ -24,7 +24,7 @@ def select_children(
     ordered, index = torch.sort(scores, dim=-1, descending=True, stable=True)
     best = index[:, :width]
     ids = child_ids.reshape(num_requests, beam * width).gather(1, best)
-    return best // width, ids, ordered[:, :width].contiguous(), scores
+    return best, ids, ordered[:, :width].contiguous(), scores
 
 
 def select_tree(scores: Tensor, parents: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,100 @@
+"""One frozen configuration per worker; every stage process gets the same one."""
+
+from enum import Enum
+
+import msgspec
+
+from graftline.engine.tree_shape import TreeShape
+from graftline.errors import InvalidRequestError
+
+
+class Role(Enum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class StageMode(Enum):
+    """How the stages of one worker run."""
+
+    PROCESSES = "processes"
+    THREADS = "threads"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is built from. "auto" values are resolved before this is made.
+
+    Attributes:
+        model: directory or GGUF file.
+        draft_head: directory of the draft head; None turns speculation off.
+        dtype: "float32" or "bfloat16"; on CPU the type that weights and KV are stored in.
+        device: "cpu" or "cuda:N".
+        layer_split: target layers of every stage.
+        page_size: token positions a page.
+        num_pages: pages of the worker (the same on every stage).
+        max_running: request slots.
+        max_queued: waiting requests beyond which new ones are refused.
+        chunk_tokens: most prompt tokens of one prefill step.
+        tree: shape of the draft trees.
+        real_trees: a prefill grows trees (else root-only).
+        prefix_cache: a prefill keeps the KV of finished prompts for later ones.
+        threads: CPU threads of every stage.
+        heartbeat_s: seconds between two heartbeats to every stage.
+        stage_timeout_s: silence after which a stage counts as dead, or a step as hung.
+        quarantine_s: how long pages stay out of use when nothing is known of their writer; above the transport's
+            own timeout.
+        preempt_every: forced preemption every so many rounds, a test hook; 0 is off.
+    """
+
+    model: str
+    role: Role
+    draft_head: str | None = None
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    layer_split: tuple[int, ...]
+    stage_mode: StageMode = StageMode.PROCESSES
+    page_size: int = 16
+    num_pages: int = 4096
+    max_running: int = 16
+    max_queued: int = 1024
+    chunk_tokens: int = 256
+    tree: TreeShape = TreeShape()
+    real_trees: bool = True
+    prefix_cache: bool = True
+    threads: int = 1
+    heartbeat_s: float = 0.5
+    stage_timeout_s: float = 20.0
+    quarantine_s: float = 60.0
+    preempt_every: int = 0
+
+    def __post_init__(self) -> None:
+        positive = ("page_size", "num_pages", "max_running", "max_queued", "chunk_tokens", "threads")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(name, f"{getattr(self, name)} is below 1")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise InvalidRequestError("dtype", f"{self.dtype!r} is neither float32 nor bfloat16")
+        if not self.layer_split or min(self.layer_split) < 1:
+            raise InvalidRequestError("layer_split", f"{self.layer_split}: every stage needs a layer")
+        if self.tree.speculates and self.draft_head is None:
+            raise InvalidRequestError("draft_head", f"a tree of {self.tree.nodes} nodes needs a draft head")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.layer_split)
+
+    def stage_layers(self, stage: int) -> range:
+        """Global ids of a stage's layers."""
+        first = sum(self.layer_split[:stage])
+        return range(first, first + self.layer_split[stage])
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back; how stage processes get it."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "EngineConfig":
+        """The opposite of `to_json`."""
+        return msgspec.json.decode(text, type=cls)

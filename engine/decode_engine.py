@@ -1,0 +1,422 @@
+"""The decode engine: reserves pages for handoffs, runs rounds of verify, commit, extend and grow.
+
+Only this thread schedules. Running requests are split over as many microbatches as there are stages; each
+has at most one round under way, so that every stage has work while the others compute.
+"""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graftline.engine.config import EngineConfig
+from graftline.engine.decode_request import DecodeRequest, Ending, Phase
+from graftline.engine.engine_thread import EngineThread
+from graftline.engine.microbatch import Microbatch, MicrobatchSet
+from graftline.engine.pages import PageAllocator, num_pages_for
+from graftline.engine.plan import PageChange, Report, Segment, SegmentOutcome, SlotOpening, StepPlan, StepResult
+from graftline.engine.quarantine import Quarantine
+from graftline.engine.rates import DecodeTotals, RecentRate
+from graftline.engine.request import DraftTree, Request, RequestKey, SlotId, Token
+from graftline.engine.service_api import (
+    DecodeCancelled,
+    DecodeEvent,
+    DecodeFailed,
+    DecodeFinished,
+    Destination,
+    EngineLoad,
+    Preempted,
+    Reserved,
+    Tokens,
+)
+from graftline.engine.slots import SlotPool
+from graftline.engine.step_pipeline import StepPipeline
+from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserve:
+    request: Request
+    deliver: Callable[[DecodeEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Quarantine:
+    key: RequestKey
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class _ForgetPeer:
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    key: RequestKey
+    first_token: Token
+    tree: DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    key: RequestKey
+
+
+_Command = _Reserve | _Release | _Quarantine | _ForgetPeer | _Start | _Cancel
+
+
+class DecodeScheduler:
+    """See `graftline.engine.service_api.DecodeEngine`.
+
+    Args:
+        context_len: most tokens of prompt and output that the model and the pool can hold.
+        vocab_size: token ids are below this.
+    """
+
+    def __init__(self, config: EngineConfig, pipeline: StepPipeline, context_len: int, vocab_size: int) -> None:
+        self._config = config
+        self._pipeline = pipeline
+        self._context_len = context_len
+        self._vocab_size = vocab_size
+        self._pages = PageAllocator(config.num_pages)
+        self._slots = SlotPool(config.max_running)
+        self._quarantine = Quarantine(self._pages, config.quarantine_s)
+        self._requests: dict[RequestKey, DecodeRequest] = {}
+        self._line: deque[DecodeRequest] = deque()
+        self._batches = MicrobatchSet(config.num_stages)
+        self._steps = itertools.count()
+        self._orders = itertools.count()
+        self._rounds_since_preemption = 0
+        self._failed: str | None = None
+        self._token_rate = RecentRate()
+        self._recent_rounds = RecentRate(window_s=30.0)
+        self._recent_accepted = RecentRate(window_s=30.0)
+        self.totals = DecodeTotals()
+        self._load = self._snapshot()
+        self.thread: EngineThread[_Command] = EngineThread(
+            "decode-engine",
+            handle=self._handle,
+            schedule=self._schedule,
+            beat=self._beat,
+            fail=self._fail,
+            beat_s=config.heartbeat_s,
+        )
+
+    # --- asked by services, from any thread --------------------------------------------------------------------
+
+    def reserve(self, request: Request, deliver: Callable[[DecodeEvent], None]) -> None:
+        """See `DecodeEngine.reserve`."""
+        check_request(request, self._context_len, self._vocab_size)
+        if self._failed is not None:
+            raise PeerUnavailableError(f"the decode engine failed: {self._failed}")
+        if self._load.queued >= self._config.max_queued:
+            raise OutOfCapacityError(f"{self._load.queued} requests are waiting already", retry_after_s=1.0)
+        self.thread.put(_Reserve(request, deliver))
+
+    def release(self, key: RequestKey) -> None:
+        """See `DecodeEngine.release`."""
+        self.thread.put(_Release(key))
+
+    def quarantine(self, key: RequestKey, peer_incarnation: str) -> None:
+        """See `DecodeEngine.quarantine`."""
+        self.thread.put(_Quarantine(key, peer_incarnation))
+
+    def forget_peer(self, peer_incarnation: str) -> None:
+        """See `DecodeEngine.forget_peer`."""
+        self.thread.put(_ForgetPeer(peer_incarnation))
+
+    def start(self, key: RequestKey, first_token: Token, tree: DraftTree) -> None:
+        """See `DecodeEngine.start`."""
+        self.thread.put(_Start(key, first_token, tree))
+
+    def cancel(self, key: RequestKey) -> None:
+        """See `DecodeEngine.cancel`."""
+        self.thread.put(_Cancel(key))
+
+    def load(self) -> EngineLoad:
+        """A snapshot, as of the last turn of the loop."""
+        return self._load
+
+    # --- the engine's thread -----------------------------------------------------------------------------------
+
+    def _handle(self, item: "_Command | Report") -> None:
+        match item:
+            case StepResult():
+                self._apply(item)
+            case _Reserve(request, deliver):
+                self._enqueue(request, deliver)
+            case _Start(key, first_token, tree):
+                self._begin(key, first_token, tree)
+            case _Release(key):
+                self._give_back(key)
+            case _Quarantine(key, peer):
+                self._set_aside(key, peer)
+            case _ForgetPeer(peer):
+                self._quarantine.forget_peer(peer)
+            case _Cancel(key):
+                self._cancel(key)
+            case _:
+                raise TypeError(f"{type(item).__name__} in a decode engine's inbox")
+
+    def _schedule(self) -> None:
+        self._reserve_from_line()
+        for batch in self._batches.idle():
+            self._launch(batch)
+        self._load = self._snapshot()
+
+    def _beat(self) -> None:
+        self._quarantine.expire()
+        self._pipeline.beat(hung_after_s=self._config.stage_timeout_s)
+        self._load = self._snapshot()
+
+    def _fail(self, reason: str) -> None:
+        logger.error("the decode engine failed: %s", reason)
+        self._failed = reason
+        for request in list(self._requests.values()):
+            request.deliver(DecodeFailed(reason))
+        self._requests.clear()
+        self._line.clear()
+        self._load = self._snapshot()
+
+    # --- reservations ------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: Request, deliver: Callable[[DecodeEvent], None]) -> None:
+        if self._failed is not None:
+            deliver(DecodeFailed(self._failed))
+            return
+        assert request.key not in self._requests, f"{request.key} is reserved twice"
+        waiting = DecodeRequest(request, deliver, self._context_len, order=next(self._orders))
+        self._requests[request.key] = waiting
+        self._line.append(waiting)
+
+    def _reserve_from_line(self) -> None:
+        while self._line:
+            request = self._line[0]
+            wanted = num_pages_for(len(request.request.token_ids), self._config.page_size)
+            headroom = self._batches.num_requests if self._requests else 0
+            alone = self._batches.num_requests == 0 and not self._reserved_others(request)
+            if self._slots.num_free == 0 or self._pages.num_available < wanted + (0 if alone else headroom):
+                return
+            self._line.popleft()
+            request.pages = self._pages.allocate(wanted)
+            request.slot = self._slots.take()
+            request.phase = Phase.RESERVED
+            request.deliver(Reserved(Destination(tuple(request.pages), request.slot)))
+
+    def _reserved_others(self, request: DecodeRequest) -> bool:
+        return any(other.phase is Phase.RESERVED for other in self._requests.values() if other is not request)
+
+    def _give_back(self, key: RequestKey) -> None:
+        request = self._requests.get(key)
+        if request is None or request.phase is Phase.RUNNING:
+            return
+        self._forget(request)
+
+    def _set_aside(self, key: RequestKey, peer: str) -> None:
+        request = self._requests.get(key)
+        if request is None or request.phase is Phase.RUNNING:
+            return
+        if request.phase is Phase.RESERVED:
+            logger.warning("%d pages of %s go into quarantine", len(request.pages), key)
+            self._quarantine.add(peer, request.pages)
+            request.pages = []
+        self._forget(request)
+
+    def _forget(self, request: DecodeRequest) -> None:
+        """The one path on which everything a request holds is given back."""
+        del self._requests[request.request.key]
+        if request.phase is Phase.WAITING:
+            self._line.remove(request)
+            return
+        self._batches.remove(request)
+        self._pages.release(request.pages)
+        self._slots.give_back(request.slot)
+
+    # --- running -----------------------------------------------------------------------------------------------
+
+    def _begin(self, key: RequestKey, first_token: Token, tree: DraftTree) -> None:
+        request = self._requests.get(key)
+        if request is None or request.phase is not Phase.RESERVED:
+            logger.warning("%s was started but is not reserved", key)
+            return
+        request.start(first_token, tree)
+        ending = request.ending_before_start()
+        if ending is not None:
+            self._end(request, ending)
+        else:
+            self._batches.add(request)
+
+    def _cancel(self, key: RequestKey) -> None:
+        request = self._requests.get(key)
+        if request is None or request.phase is not Phase.RUNNING:
+            return
+        request.cancelled = True
+        if not request.in_flight:
+            self._drop_cancelled(request)
+
+    def _drop_cancelled(self, request: DecodeRequest) -> None:
+        self._forget(request)
+        request.deliver(DecodeCancelled())
+
+    def _end(self, request: DecodeRequest, ending: Ending) -> None:
+        self._forget(request)
+        request.deliver(DecodeFinished(ending.reason, ending.stop_token_id, request.counts))
+
+    def _preempt(self, request: DecodeRequest) -> None:
+        assert not request.in_flight, "a request in flight cannot lose its pages"
+        logger.info("%s is preempted after %d output tokens", request.request.key, request.output_len)
+        self.totals.preemptions += 1
+        self._forget(request)
+        request.deliver(Preempted(request.counts))
+
+    def _launch(self, batch: Microbatch) -> None:
+        """Starts a round of a microbatch, if it has anyone who can run."""
+        openings: list[SlotOpening] = []
+        changes: list[PageChange] = []
+        segments: list[Segment] = []
+        for request in list(batch.members):
+            if request.phase is not Phase.RUNNING or request not in batch.members:
+                continue  # preempted for the sake of one before it
+            num_nodes = self._make_room(request)
+            if num_nodes == 0:
+                continue
+            if not request.opened:
+                openings.append(request.opening())
+                request.opened = True
+            change = request.page_change()
+            if change is not None:
+                changes.append(change)
+            segments.append(request.segment(num_nodes, grow=self._config.tree.speculates))
+            request.in_flight = True
+        if segments:
+            plan = StepPlan(next(self._steps), batch.index, openings, changes, segments, early_tokens=False)
+            batch.launched(plan.step)
+            self._pipeline.submit(plan)
+
+    def _make_room(self, request: DecodeRequest) -> int:
+        """Nodes of the request's tree that its pages can hold, after getting more pages as far as possible.
+
+        Returns:
+            0 when the request must wait, or was preempted itself.
+        """
+        page_size = self._config.page_size
+        missing = num_pages_for(request.committed + request.tree.num_nodes, page_size) - len(request.pages)
+        if missing > 0:
+            request.pages += self._pages.allocate(min(missing, self._pages.num_available))
+        nodes = min(request.tree.num_nodes, len(request.pages) * page_size - request.committed)
+        if nodes > 0:
+            return nodes
+        victim = self._batches.youngest_idle()
+        if victim is None:
+            return 0
+        self._preempt(victim)
+        return 0 if victim is request else self._make_room(request)
+
+    def _apply(self, result: StepResult) -> None:
+        self._pipeline.finished(result.step)
+        batch = self._batches.landed(result.microbatch, result.step)
+        by_slot = {request.slot: request for request in batch.members}
+        for outcome in result.outcomes:
+            request = by_slot[SlotId(outcome.slot)]
+            request.in_flight = False
+            self._apply_outcome(request, outcome)
+        self.totals.rounds += 1
+        self._force_preemption(batch)
+
+    def _apply_outcome(self, request: DecodeRequest, outcome: SegmentOutcome) -> None:
+        if request.cancelled:
+            self._drop_cancelled(request)
+            return
+        if outcome.error:
+            self.totals.failures += 1
+            self._forget(request)
+            request.deliver(DecodeFailed(outcome.error))
+            return
+        tokens, ending = request.apply(outcome)
+        self._count(request, len(tokens))
+        request.deliver(Tokens(tokens))
+        if ending is not None:
+            self._end(request, ending)
+
+    def _count(self, request: DecodeRequest, num_tokens: int) -> None:
+        totals, drafted = self.totals, request.verified_nodes - 1
+        totals.request_rounds += 1
+        totals.output_tokens += num_tokens
+        totals.drafted += drafted
+        totals.accepted += num_tokens - 1
+        if request.counts.rounds == 1:
+            totals.first_rounds += 1
+            totals.first_round_drafted += drafted
+            totals.first_round_accepted += num_tokens - 1
+        self._token_rate.add(num_tokens)
+        self._recent_rounds.add(1)
+        self._recent_accepted.add(num_tokens)
+
+    def _force_preemption(self, batch: Microbatch) -> None:
+        """The test hook that makes preemption the common path."""
+        if not self._config.preempt_every:
+            return
+        self._rounds_since_preemption += 1
+        if self._rounds_since_preemption >= self._config.preempt_every and batch.members:
+            self._rounds_since_preemption = 0
+            self._preempt(batch.members[-1])
+
+    # --- looking in --------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> EngineLoad:
+        rounds = self._recent_rounds.total()
+        return EngineLoad(
+            queued=len(self._line),
+            queued_tokens=sum(len(request.request.token_ids) for request in self._line),
+            running=self._batches.num_requests,
+            pages=self._pages.gauges(),
+            slots_total=self._config.max_running,
+            slots_free=self._slots.num_free,
+            progress=self.totals.rounds,
+            tokens_per_s=self._token_rate.per_second(),
+            accept_length=self._recent_accepted.total() / rounds if rounds else 0.0,
+            failed=self._failed,
+            computing=self._pipeline.num_in_flight > 0,
+            taken_s=time.monotonic(),
+        )
+
+    def check_quiescent(self) -> None:
+        """Asserts that an idle engine holds nothing; call it only when no request is open."""
+        self._pages.check_invariants()
+        gauges = self._pages.gauges()
+        assert not self._requests, f"requests left: {list(self._requests)}"
+        assert not self._line
+        assert self._batches.num_requests == 0
+        assert gauges.used == 0, f"{gauges.used} pages are still used"
+        assert self._slots.num_free == self._config.max_running
+
+
+def check_request(request: Request, context_len: int, vocab_size: int) -> None:
+    """What every engine checks again, whoever checked before.
+
+    Raises:
+        InvalidRequestError: naming field and value.
+    """
+    if not request.token_ids:
+        raise InvalidRequestError("token_ids", "the prompt is empty")
+    worst = max(request.token_ids, key=lambda token_id: (token_id >= vocab_size or token_id < 0, token_id))
+    if not 0 <= worst < vocab_size or min(request.token_ids) < 0:
+        raise InvalidRequestError("token_ids", f"{worst} is not in 0..{vocab_size - 1}")
+    if len(request.token_ids) >= context_len:
+        raise InvalidRequestError(
+            "token_ids", f"a prompt of {len(request.token_ids)} tokens leaves no room in a context of {context_len}"
+        )
+    if request.stopping.max_tokens <= request.num_earlier_tokens:
+        raise InvalidRequestError(
+            "max_tokens", f"{request.stopping.max_tokens} with {request.num_earlier_tokens} emitted"
+        )

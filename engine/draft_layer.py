@@ -1,0 +1,214 @@
+"""A draft head's one decoder layer with its input fusion and output head, over paged drafter KV.
+
+Serves the EAGLE layout (fc over [embedding, feature]) and EAGLE-3's (fc over several features, then one decoder
+layer over [norm(embedding), norm(feature)]); `graftline.engine.draft_head.config` has the conventions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from graftline.engine.draft_head.config import WEIGHTS_FILE, DraftHeadConfig, DraftHeadKind, read_draft_head_config
+from graftline.engine.kv_pool import KvPool
+from graftline.engine.models.config import rope_from_dict
+from graftline.engine.models.rope import rope_tables
+from graftline.errors import InvalidRequestError
+from graftline.kernels.activation import silu_mul
+from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.kv_write import write_kv
+from graftline.kernels.linear import LinearWeight, linear, pack_linear
+from graftline.kernels.norm import add_rms_norm, rms_norm
+from graftline.kernels.rope import rope_
+
+
+@dataclass(frozen=True, slots=True)
+class TargetHead:
+    """What a draft head may share with its target.
+
+    Attributes:
+        embed: token ids [rows] -> embeddings [rows, hidden].
+        head_rows: vocabulary ids [n] -> rows of the output head [n, hidden].
+        logits: final-normed hidden states [rows, hidden] -> [rows, vocab] float32.
+        num_layers: decoder layers of the target.
+        context_length: positions the target may reach.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    head_rows: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    num_layers: int
+    context_length: int
+
+
+class _Weights:
+    """Named tensors of one draft head file."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._file = folder / WEIGHTS_FILE
+        self._tensors = load_file(self._file, device=str(device))
+
+    def get(self, name: str) -> Tensor | None:
+        return self._tensors.get(name)
+
+    def need(self, name: str) -> Tensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise InvalidRequestError("draft_head", f"{self._file} has no tensor {name}")
+        return tensor
+
+
+class DraftLayer:
+    """A loaded draft head.
+
+    Args:
+        folder: holds config.json and model.safetensors.
+        target: what the head shares.
+        dtype: type its weights are stored in.
+    """
+
+    def __init__(self, folder: Path, target: TargetHead, dtype: torch.dtype, device: torch.device) -> None:
+        self.config: DraftHeadConfig = read_draft_head_config(folder)
+        weights = _Weights(folder, device)
+        self._target = target
+        self._is_eagle3 = self.config.kind is DraftHeadKind.EAGLE3
+        self._dtype = dtype
+        self._activations = torch.float32 if device.type == "cpu" else dtype
+        self.feature_layers = self.config.features_of(target.num_layers)
+        self._load_layer(weights)
+        self._load_vocabulary(weights)
+        rope = rope_from_dict(
+            {"rope_theta": self.config.rope_theta, "rope_scaling": self.config.rope_scaling}, self.config.context_length
+        )
+        positions = max(self.config.context_length, target.context_length) + self.config.position_offset + 1
+        cos, sin = rope_tables(rope, self.config.head_dim, positions)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of `logits`."""
+        return self.config.draft_vocab_size
+
+    def reaches(self, position: int) -> bool:
+        """Whether the head may run at this position: neither past its own context nor past the target's."""
+        return position < min(self.config.context_length, self._target.context_length)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Vocabulary ids of the target for ids of the draft vocabulary."""
+        return draft_ids if self._to_target is None else self._to_target[draft_ids]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[rows, num_features * target_hidden] of the target -> [rows, hidden]: what stands for one feature."""
+        return linear(features, self._fc) if self._is_eagle3 else features
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[rows, hidden] outputs -> [rows, draft_vocab] float32."""
+        if self._norm is not None:
+            outputs = rms_norm(outputs, self._norm, self.config.rms_norm_eps)
+        return self._target.logits(outputs) if self._head is None else linear(outputs, self._head).float()
+
+    def forward(self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool) -> Tensor:
+        """[rows, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV."""
+        q, k, v, residual = self._inputs(feature, next_tokens, batch.positions)
+        k_pages, v_pages = pool.layer_kv(pool.first_layer)
+        write_kv(k, v, k_pages, v_pages, batch)
+        return self._outputs(paged_attention(q, k_pages, v_pages, batch, self._scale), residual)
+
+    def forward_newest(
+        self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool, newest: int
+    ) -> Tensor:
+        """Like `forward`, but only the last `newest` rows of every segment are new; earlier ones keep their KV.
+
+        Args:
+            feature: [segments * newest, hidden].
+            next_tokens: [segments * newest].
+        """
+        if batch.num_rows == feature.shape[0]:
+            return self.forward(feature, next_tokens, batch, pool)
+        ends = batch.segment_rows[1:].long().unsqueeze(1)
+        rows = (ends - newest + torch.arange(newest, device=ends.device)).flatten()
+        q, k, v, residual = self._inputs(feature, next_tokens, batch.positions[rows])
+        k_pages, v_pages = pool.layer_kv(pool.first_layer)
+        slots = batch.slots()[rows]
+        pages, offsets = slots // batch.page_size, slots % batch.page_size
+        k_pages[pages, offsets] = k.to(k_pages.dtype)
+        v_pages[pages, offsets] = v.to(v_pages.dtype)
+        queries = q.new_zeros(batch.num_rows, *q.shape[1:])
+        queries[rows] = q
+        return self._outputs(paged_attention(queries, k_pages, v_pages, batch, self._scale)[rows], residual)
+
+    def _inputs(self, feature: Tensor, next_tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        config = self.config
+        eps = config.rms_norm_eps
+        embedded = self._embed(next_tokens)
+        if self._is_eagle3:
+            assert self._input_norm is not None
+            residual = feature
+            embedded = rms_norm(embedded, self._input_norm, eps)
+            inputs = torch.cat((embedded, rms_norm(feature, self._hidden_norm, eps)), dim=-1)
+        else:
+            residual = linear(torch.cat((embedded, feature), dim=-1), self._fc)
+            inputs = residual if self._input_norm is None else rms_norm(residual, self._input_norm, eps)
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = linear(inputs, self._qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if config.position_offset:
+            positions = positions + config.position_offset
+        rope_(q, k, positions, self._cos, self._sin)
+        return q, k, v, residual
+
+    def _outputs(self, attended: Tensor, residual: Tensor) -> Tensor:
+        hidden, residual = add_rms_norm(
+            linear(attended.flatten(1), self._o), residual, self._post_norm, self.config.rms_norm_eps
+        )
+        return residual + linear(silu_mul(linear(hidden, self._gate_up)), self._down)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        return self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]
+
+    def _load_layer(self, weights: _Weights) -> None:
+        prefix = "midlayer." if self._is_eagle3 else "layers.0."
+
+        def packed(*names: str) -> LinearWeight:
+            parts = [weights.need(f"{prefix}{name}.weight") for name in names]
+            biases = [weights.get(f"{prefix}{name}.bias") for name in names]
+            bias = torch.cat([part for part in biases if part is not None]) if biases[0] is not None else None
+            return pack_linear(torch.cat(parts).to(self._dtype), None if bias is None else bias.to(self._activations))
+
+        def norm(name: str) -> Tensor:
+            return weights.need(name).to(self._activations)
+
+        fc_bias = weights.get("fc.bias")
+        self._fc = pack_linear(
+            weights.need("fc.weight").to(self._dtype), None if fc_bias is None else fc_bias.to(self._activations)
+        )
+        self._qkv = packed("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self._o = packed("self_attn.o_proj")
+        self._gate_up = packed("mlp.gate_proj", "mlp.up_proj")
+        self._down = packed("mlp.down_proj")
+        self._post_norm = norm(f"{prefix}post_attention_layernorm.weight")
+        input_norm = weights.get(f"{prefix}input_layernorm.weight")
+        self._input_norm = None if input_norm is None else input_norm.to(self._activations)
+        self._hidden_norm = norm(f"{prefix}hidden_norm.weight") if self._is_eagle3 else self._post_norm
+        self._norm = norm("norm.weight") if self.config.norm_output else None
+        self._scale = self.config.head_dim**-0.5
+
+    def _load_vocabulary(self, weights: _Weights) -> None:
+        embedding = weights.get("embed_tokens.weight")
+        self._embedding = None if embedding is None else embedding.to(self._activations)
+        offsets = weights.get("d2t")
+        self._to_target: Tensor | None = None
+        if offsets is not None:
+            self._to_target = torch.arange(offsets.shape[0], device=offsets.device) + offsets.long()
+        elif self.config.reduced_vocab:
+            raise InvalidRequestError("draft_head", "a reduced vocabulary without the tensor d2t")
+        own_head = weights.get("lm_head.weight")
+        self._head: LinearWeight | None = None
+        if own_head is not None:
+            self._head = pack_linear(own_head.to(self._dtype))
+        elif self._to_target is not None:
+            self._head = pack_linear(self._target.head_rows(self._to_target).to(self._dtype))

@@ -1,0 +1,203 @@
+"""The draft head at work: extend over real features, grow trees from the last output.
+
+Row p of the drafter takes the target's feature at position p and the token at p + 1; its output stands for the
+feature at p + 1 and its logits predict the token at p + 2 (EAGLE, Li et al. 2024; EAGLE-3, Li et al. 2025).
+Only rows [0, L) are state. Growing writes scratch pages behind the pool's own, which nobody else sees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftline.engine.draft_layer import DraftLayer
+from graftline.engine.kv_pool import KvPool
+from graftline.engine.pages import num_pages_for
+from graftline.engine.request import DraftTree
+from graftline.engine.tree_shape import TreeShape
+from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
+from graftline.kernels.sample import top_k
+from graftline.kernels.tree_growth import select_children, select_tree
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthRoot:
+    """Where a tree starts.
+
+    Attributes:
+        bonus_token: the root.
+        start: committed length L; drafter rows [0, L) are final.
+        page_ids: the request's pages in order of position.
+    """
+
+    bonus_token: int
+    start: int
+    page_ids: Sequence[int]
+
+
+def scratch_pages_for(shape: TreeShape, page_size: int, max_trees: int) -> int:
+    """Scratch pages that growing `max_trees` trees at once takes: per tree a copy of the last partial page, then
+    room for every row of the growth.
+    """
+    if shape.scratch_rows == 0:
+        return 0
+    return max_trees * num_pages_for(page_size - 1 + shape.scratch_rows, page_size)
+
+
+class Drafter:
+    """Grows trees of one shape; lives on the last stage."""
+
+    def __init__(self, layer: DraftLayer, pool: KvPool, shape: TreeShape) -> None:
+        self._layer = layer
+        self._pool = pool
+        self._shape = shape
+        self._page_size = pool.geometry.page_size
+        self._pages_a_tree = scratch_pages_for(shape, self._page_size, 1)
+        self._max_trees = pool.scratch_pages // self._pages_a_tree if self._pages_a_tree else 0
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """What the drafter wants of the target; see `DraftHeadConfig.feature_layers`."""
+        return self._layer.feature_layers
+
+    def extend(self, features: Tensor, next_tokens: Tensor, batch: AttentionBatch) -> Tensor:
+        """Makes drafter rows final.
+
+        Args:
+            features: [rows, num_features * target_hidden].
+            next_tokens: [rows] int64, the token behind every row's position.
+            batch: chains starting at each request's committed drafter length.
+
+        Returns:
+            [rows, hidden] outputs.
+        """
+        return self._layer.forward(self._layer.fuse(features), next_tokens, batch, self._pool)
+
+    def grow(self, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
+        """A tree per root.
+
+        Args:
+            outputs: [roots, hidden] drafter output of every root's last final row.
+            roots: where the trees start.
+        """
+        if self._pages_a_tree == 0:
+            return self._grow(outputs, roots)
+        trees: list[DraftTree] = []
+        for first in range(0, len(roots), self._max_trees):
+            part = slice(first, first + self._max_trees)
+            trees += self._grow(outputs[part], roots[part])
+        return trees
+
+    def _grow(self, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
+        within = [index for index, root in enumerate(roots) if self._layer.reaches(root.start + self._shape.depth)]
+        trees = [DraftTree.root_only(root.bonus_token) for root in roots]
+        if within:
+            grown = [roots[index] for index in within]
+            growth = _Growth(self._layer, self._pool, self._shape, self._scratch_tables(grown))
+            for index, tree in zip(within, growth.run(outputs[within], grown), strict=True):
+                trees[index] = tree
+        return trees
+
+    def _scratch_tables(self, roots: Sequence[GrowthRoot]) -> list[list[int]]:
+        """Page tables whose part from the last partial page on is scratch, that page's rows copied over."""
+        tables = []
+        for index, root in enumerate(roots):
+            first = self._pool.num_pages + index * self._pages_a_tree
+            scratch = list(range(first, first + self._pages_a_tree))
+            full_pages, partial_rows = divmod(root.start, self._page_size)
+            if partial_rows and scratch:
+                source = root.page_ids[full_pages]
+                self._pool.data[scratch[0], :, :, :partial_rows] = self._pool.data[source, :, :, :partial_rows]
+            tables.append([*root.page_ids[:full_pages], *scratch])
+        return tables
+
+
+class _Growth:
+    """One growth of several trees, level by level.
+
+    Candidates are numbered in the order they come up, so that a parent's number is below its children's. The
+    beam of a level is the K candidates that are run through the draft layer to get the next level's.
+    """
+
+    def __init__(self, layer: DraftLayer, pool: KvPool, shape: TreeShape, tables: list[list[int]]) -> None:
+        self._layer = layer
+        self._pool = pool
+        self._shape = shape
+        self._tables = tables
+
+    def run(self, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
+        width = min(self._shape.branching, self._layer.vocab_size)
+        count = len(roots)
+        scores, draft_ids = top_k(self._layer.logits(outputs), width)
+        tokens = self._layer.target_ids(draft_ids)  # [trees, K], like scores
+        candidates = _Candidates(scores, tokens, torch.full_like(tokens, -1))
+        beam = torch.arange(width, device=tokens.device).expand(count, width)  # candidate numbers
+        hidden = outputs.repeat_interleave(width, dim=0)  # [trees * K, hidden], the beam's features
+        parents = [[-1] * width for _ in roots]
+        rows: list[list[int]] = [[] for _ in roots]  # per tree: parent row of every row grown so far
+        for level in range(self._shape.depth - 1):
+            for tree_rows, tree_parents in zip(rows, parents, strict=True):
+                tree_rows += tree_parents
+            hidden = self._level(hidden, tokens, roots, rows)
+            child_scores, child_ids = top_k(self._layer.logits(hidden), width)
+            child_tokens = self._layer.target_ids(child_ids).reshape(count, width, width)
+            best, tokens, scores, all_scores = select_children(
+                scores, child_scores.reshape(count, width, width), child_tokens
+            )
+            first = candidates.count
+            candidates = candidates.joined(all_scores, child_tokens.flatten(1), beam.repeat_interleave(width, dim=1))
+            beam = first + best
+            hidden = hidden.reshape(count, width, -1)
+            hidden = hidden.gather(1, (best // width).unsqueeze(-1).expand(-1, -1, hidden.shape[-1])).flatten(0, 1)
+            parents = (best // width + level * width).tolist()
+        return candidates.best_trees(roots, self._shape.nodes - 1)
+
+    def _level(self, hidden: Tensor, tokens: Tensor, roots: Sequence[GrowthRoot], rows: Sequence[list[int]]) -> Tensor:
+        """Runs one level's beams: [trees * K, hidden] features and [trees, K] tokens -> [trees * K, hidden]."""
+        width = tokens.shape[1]
+        if width == 1:  # a chain: the rows before are as good as committed ones
+            segments = [
+                SegmentRows(root.start + len(tree_rows) - 1, 1, table)
+                for root, table, tree_rows in zip(roots, self._tables, rows, strict=True)
+            ]
+        else:
+            segments = [
+                SegmentRows(root.start, len(tree_rows), table, tree_rows)
+                for root, table, tree_rows in zip(roots, self._tables, rows, strict=True)
+            ]
+        batch = build_attention_batch(segments, self._pool.geometry.page_size, hidden.device)
+        return self._layer.forward_newest(hidden, tokens.flatten(), batch, self._pool, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """All nodes considered so far, [trees, candidates] each, in the order they came up.
+
+    Attributes:
+        scores: cumulative log-probabilities.
+        parents: number of the parent candidate, -1 for children of the root.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    parents: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.scores.shape[1]
+
+    def joined(self, scores: Tensor, tokens: Tensor, parents: Tensor) -> "_Candidates":
+        return _Candidates(
+            torch.cat((self.scores, scores), dim=1),
+            torch.cat((self.tokens, tokens), dim=1),
+            torch.cat((self.parents, parents), dim=1),
+        )
+
+    def best_trees(self, roots: Sequence[GrowthRoot], num_drafts: int) -> list[DraftTree]:
+        picks, parents = select_tree(self.scores, self.parents, min(num_drafts, self.count))
+        tokens = self.tokens.gather(1, picks)
+        return [
+            DraftTree((root.bonus_token, *tree_tokens), (-1, *tree_parents))
+            for root, tree_tokens, tree_parents in zip(roots, tokens.tolist(), parents.tolist(), strict=True)
+        ]

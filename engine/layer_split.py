@@ -1,0 +1,59 @@
+"""How many layers each stage gets."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from graftline.errors import InvalidRequestError
+
+
+def automatic_split(num_layers: int, num_stages: int, last_stage_cost: float) -> tuple[int, ...]:
+    """Splits layers evenly in cost, the last stage paying for head and drafter besides.
+
+    Args:
+        last_stage_cost: cost of head and drafter, in layers.
+
+    Returns:
+        Layers per stage, each at least one; the slowest stage is as fast as it can be.
+
+    Raises:
+        InvalidRequestError: more stages than layers.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise InvalidRequestError("num_stages", f"{num_stages} stages for {num_layers} layers")
+    last = max(1, round((num_layers + last_stage_cost) / num_stages - last_stage_cost))
+    if num_stages == 1:
+        last = num_layers
+    else:
+        last = min(last, num_layers - (num_stages - 1))
+        last = min(
+            (count for count in (last - 1, last, last + 1) if 1 <= count <= num_layers - (num_stages - 1)),
+            key=lambda count: (max(count + last_stage_cost, _ceil_div(num_layers - count, num_stages - 1)), -count),
+        )
+    before = num_layers - last
+    bounds = [before * stage // (num_stages - 1) for stage in range(num_stages)] if num_stages > 1 else [0]
+    return (*(end - start for start, end in pairwise(bounds)), last)
+
+
+def parse_split(text: str) -> tuple[int, ...]:
+    """`"10,12,8"` as layer counts.
+
+    Raises:
+        InvalidRequestError: not a list of positive integers.
+    """
+    try:
+        split = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InvalidRequestError("layer_split", f"{text!r} is not a list of integers") from error
+    if min(split) < 1:
+        raise InvalidRequestError("layer_split", f"{text!r}: every stage needs a layer")
+    return split
+
+
+def check_split(split: Sequence[int], num_layers: int) -> None:
+    """Raises InvalidRequestError unless the split covers the model's layers exactly."""
+    if sum(split) != num_layers:
+        raise InvalidRequestError("layer_split", f"{tuple(split)} sums to {sum(split)}, the model has {num_layers}")
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

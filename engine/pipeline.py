@@ -1,0 +1,312 @@
+"""Stage 0's hold on all stages of a worker: starts them, feeds them plans and controls, hears their reports.
+
+Whatever any stage says lands in one inbox, in order per stage. Sends never wait for receives: results return
+on links of their own, read by threads of their own.
+"""
+
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from graftline.engine.config import EngineConfig, StageMode
+from graftline.engine.links import GlooLink, HubLinks, LocalLink, Receiver, Sender, StageLinks, connect_gloo_stages
+from graftline.engine.plan import (
+    Control,
+    Heartbeat,
+    Message,
+    Report,
+    StageAlive,
+    StageFailed,
+    StageReady,
+    StepPlan,
+    Stop,
+)
+from graftline.engine.stage_builder import build_stage
+from graftline.engine.stage_worker import StageWorker
+from graftline.engine.transfer_port import TransferPort
+from graftline.errors import InternalError, PeerUnavailableError
+
+logger = logging.getLogger(__name__)
+
+STAGE_CONFIG_VARIABLE = "GRAFTLINE_STAGE_CONFIG"
+
+
+class Inbox(Protocol):
+    """Takes what stages report; thread-safe."""
+
+    def put(self, item: Report) -> None:
+        """Takes a report."""
+
+
+class _InboxSender:
+    """The near end of a link that ends in the hub's own inbox."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+
+    def send(self, message: Message, payload: Tensor | None = None) -> None:
+        assert payload is None
+        self._inbox.put(message)  # type: ignore[arg-type]  # links carry any message, these two only reports
+
+
+@dataclass(frozen=True, slots=True)
+class StageCommand:
+    """How to start the process of a later stage: a Python module that takes rank and rendezvous from the
+    environment and the engine's configuration from `GRAFTLINE_STAGE_CONFIG`.
+    """
+
+    module: str
+    environment: dict[str, str]
+
+
+class Pipeline:
+    """All stages of one worker.
+
+    Args:
+        port: makes the transfer port of a stage that lives in this process.
+        command: starts later stages as processes; unused with threads.
+        inbox: hears every report but `StageReady` and `StageAlive`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, port: Callable[[int], TransferPort], command: StageCommand, inbox: Inbox
+    ) -> None:
+        self._config = config
+        self._make_port = port
+        self._command = command
+        self._inbox = inbox
+        self._layouts: dict[int, bytes] = {}
+        self._all_ready = threading.Event()
+        self._start_failure: str | None = None
+        self._alive: dict[int, StageAlive] = {}
+        self._last_heard: dict[int, float] = {}
+        self._sequence = 0
+        self._workers: list[StageWorker] = []
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._readers: list[threading.Thread] = []
+        self._plans: Sender | None = None
+        self._controls: list[Sender] = []
+        self._stopping = False
+
+    def start(self, timeout_s: float) -> None:
+        """Builds or starts every stage and waits until all are ready.
+
+        Raises:
+            InternalError: a stage failed or was not ready in time.
+            InvalidRequestError: the configuration does not fit the model.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._config.num_stages > 1 and self._config.stage_mode is StageMode.PROCESSES:
+            self._start_processes(deadline)
+        else:
+            self._start_threads()
+        while not self._all_ready.wait(0.2):
+            if self._start_failure is not None:
+                raise InternalError(f"a stage did not start: {self._start_failure}")
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self._config.num_stages)) - set(self._layouts))
+                raise InternalError(f"stages {missing} were not ready within {timeout_s:g} s")
+            self._check_children()
+
+    @property
+    def layouts(self) -> Sequence[bytes]:
+        """What every stage's transfer port said of its pools, stage by stage."""
+        return [self._layouts[stage] for stage in range(self._config.num_stages)]
+
+    def submit(self, plan: StepPlan) -> None:
+        """Starts a step; its result arrives in the inbox."""
+        assert self._plans is not None
+        self._plans.send(plan)
+
+    def tell(self, control: Control, stages: Sequence[int] | None = None) -> None:
+        """Sends a control message to some stages, to all when none are named."""
+        for stage in range(self._config.num_stages) if stages is None else stages:
+            self._controls[stage].send(control)
+
+    def beat(self) -> None:
+        """Asks every stage for a sign of life and puts a `StageFailed` into the inbox for one that gave none."""
+        now = time.monotonic()
+        self._sequence += 1
+        self._check_children()
+        for stage, heard in self._last_heard.items():
+            if now - heard > self._config.stage_timeout_s:
+                self._fail(stage, f"silent for {now - heard:.1f} s")
+        try:
+            self.tell(Heartbeat(self._sequence))
+        except PeerUnavailableError as error:
+            self._fail(0, str(error))
+
+    def stage_load(self) -> Sequence[StageAlive]:
+        """The last sign of life of every stage that gave one."""
+        return [self._alive[stage] for stage in sorted(self._alive)]
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends every stage; what does not end in time is killed."""
+        self._stopping = True
+        deadline = time.monotonic() + timeout_s
+        self._say_stop()
+        for worker in self._workers:
+            if not worker.join(max(0.1, deadline - time.monotonic())):
+                logger.warning("a stage thread did not end within %.1f s", timeout_s)
+        for stage, child in self._children.items():
+            try:
+                child.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("stage %d did not end and is killed", stage)
+                child.kill()
+                child.wait()
+        if self._children and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _say_stop(self) -> None:
+        try:
+            if self._plans is not None:
+                self._plans.send(Stop())
+            for control in self._controls:
+                control.send(Stop())
+        except PeerUnavailableError as error:
+            logger.warning("a stage was gone before it was told to stop: %s", error)
+
+    # --- reports ---------------------------------------------------------------------------------------------
+
+    def put(self, report: Report) -> None:
+        """Takes a report from any stage: keeps the signs of life, passes the rest on."""
+        match report:
+            case StageReady(stage=stage, layout=layout):
+                self._layouts[stage] = layout
+                self._last_heard[stage] = time.monotonic()
+                if len(self._layouts) == self._config.num_stages:
+                    self._all_ready.set()
+            case StageAlive(stage=stage):
+                self._alive[stage] = report
+                self._last_heard[stage] = time.monotonic()
+            case StageFailed(stage=stage, reason=reason):
+                self._fail(stage, reason)
+            case _:
+                self._inbox.put(report)
+
+    def _fail(self, stage: int, reason: str) -> None:
+        if self._stopping:
+            return
+        if not self._all_ready.is_set():
+            self._start_failure = self._start_failure or f"stage {stage}: {reason}"
+        self._inbox.put(StageFailed(stage, reason))
+
+    def _check_children(self) -> None:
+        for stage, child in self._children.items():
+            code = child.poll()
+            if code is not None:
+                self._fail(stage, f"its process ended with code {code}")
+
+    def _on_end(self, stage: int, reason: str | None) -> None:
+        if reason is not None:
+            self._fail(stage, reason)
+
+    # --- start -----------------------------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        count = self._config.num_stages
+        chain = [LocalLink() for _ in range(count)]
+        self._plans = chain[0]
+        for stage in range(count):
+            downstream = chain[stage + 1] if stage + 1 < count else None
+            self._start_local_stage(stage, chain[stage], downstream)
+
+    def _start_local_stage(self, stage: int, upstream: Receiver, downstream: Sender | None) -> None:
+        control = LocalLink()
+        self._controls.append(control)
+        built = build_stage(self._config, stage)
+        port = self._make_port(stage)
+        inbox = _InboxSender(self)
+        links = StageLinks(upstream, downstream, control, inbox, inbox)
+        worker = StageWorker(
+            stage,
+            built.stage,
+            links,
+            port,
+            built.gate,
+            self._config.threads,
+            lambda reason: self._on_end(stage, reason),
+        )
+        self._workers.append(worker)
+        worker.start()
+        self.put(StageReady(stage, port.open(built.pools)))
+
+    def _start_processes(self, deadline: float) -> None:
+        count = self._config.num_stages
+        downstream, hubs = self._connect(deadline)
+        plans = LocalLink()
+        self._plans = plans
+        self._start_local_stage(0, plans, downstream)
+        for stage, hub in enumerate(hubs, start=1):
+            self._controls.append(hub.control)
+            for receiver in (hub.results, hub.reports):
+                reader = threading.Thread(
+                    target=self._read, args=(stage, receiver), name=f"stage-{stage}-reader", daemon=True
+                )
+                self._readers.append(reader)
+                reader.start()
+        assert len(self._controls) == count
+
+    def _connect(self, deadline: float) -> tuple[GlooLink, list[HubLinks]]:
+        """Joins the processes of all stages, starting them unless a launcher did (torchrun's variables)."""
+        count = self._config.num_stages
+        timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        if "WORLD_SIZE" in os.environ:
+            if int(os.environ["WORLD_SIZE"]) != count:
+                raise InternalError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} for {count} stages")
+            dist.init_process_group("gloo", init_method="env://", timeout=timeout)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False, timeout=timeout)
+            for stage in range(1, count):
+                self._children[stage] = self._spawn(stage, store.port)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=count, timeout=timeout)
+        _, downstream, stars = connect_gloo_stages(count, 0)
+        assert downstream is not None
+        hubs = []
+        for star in stars:
+            assert star.control is not None
+            assert star.results is not None
+            assert star.reports is not None
+            hubs.append(HubLinks(star.control, star.results, star.reports))
+        return downstream, hubs
+
+    def _spawn(self, stage: int, port: int) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            **self._command.environment,
+            "RANK": str(stage),
+            "WORLD_SIZE": str(self._config.num_stages),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GRAFTLINE_SPAWNED": "1",
+            STAGE_CONFIG_VARIABLE: self._config.to_json(),
+        }
+        return subprocess.Popen([sys.executable, "-m", self._command.module], env=environment)
+
+    def _read(self, stage: int, receiver: Receiver) -> None:
+        while True:
+            try:
+                message, _ = receiver.receive()
+            except (PeerUnavailableError, InternalError) as error:
+                self._fail(stage, str(error))
+                return
+            self.put(message)  # type: ignore[arg-type]  # a stage sends nothing but reports on these links
+
+
+def make_inbox() -> "queue.SimpleQueue[Report]":
+    """An inbox for reports alone."""
+    return queue.SimpleQueue()

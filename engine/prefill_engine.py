@@ -1,0 +1,485 @@
+"""The prefill engine: plans prompt chunks, orders full pages to be sent while later chunks compute, ends jobs.
+
+Only this thread schedules. A job ends in one place (`_settle`), once no step computes into its pages and no
+stage sends from them.
+"""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graftline.engine.config import EngineConfig
+from graftline.engine.decode_engine import check_request
+from graftline.engine.decode_request import slot_opening
+from graftline.engine.engine_thread import EngineThread
+from graftline.engine.pages import PageAllocator, num_pages_for, prefix_keys
+from graftline.engine.plan import (
+    CancelSends,
+    ForgetPeer,
+    PageChange,
+    PairPeer,
+    Report,
+    Segment,
+    SegmentOutcome,
+    SendDone,
+    SendOrder,
+    SlotOpening,
+    StepPlan,
+    StepResult,
+    StepTokens,
+)
+from graftline.engine.prefill_job import PrefillJob
+from graftline.engine.rates import PrefillTotals, RecentRate
+from graftline.engine.request import DraftTree, Request, RequestKey, SlotId, TreeOrigin
+from graftline.engine.service_api import (
+    Destination,
+    Drained,
+    EngineLoad,
+    FirstToken,
+    PrefillEvent,
+    PrefillFailed,
+    PrefillFailure,
+    PrefillFinished,
+    Scheduled,
+)
+from graftline.engine.slots import SlotPool
+from graftline.engine.step_pipeline import StepPipeline
+from graftline.engine.transfer_port import page_pairs
+from graftline.errors import OutOfCapacityError, PeerUnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    job: PrefillJob
+
+
+@dataclass(frozen=True, slots=True)
+class _SetDestination:
+    key: RequestKey
+    destination: Destination
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    peer: str
+    layout: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    peer: str
+
+
+_Command = _Submit | _SetDestination | _Cancel | _Pair | _Forget
+
+
+class PrefillScheduler:
+    """See `graftline.engine.service_api.PrefillEngine`.
+
+    Args:
+        context_len: most tokens that the model and the pool can hold.
+        vocab_size: token ids are below this.
+    """
+
+    def __init__(self, config: EngineConfig, pipeline: StepPipeline, context_len: int, vocab_size: int) -> None:
+        self._config = config
+        self._pipeline = pipeline
+        self._context_len = context_len
+        self._vocab_size = vocab_size
+        self._pages = PageAllocator(config.num_pages)
+        self._slots = SlotPool(config.max_running)
+        self._jobs: dict[RequestKey, PrefillJob] = {}
+        self._line: deque[PrefillJob] = deque()
+        self._computing: list[PrefillJob] = []
+        self._by_step: dict[int, list[PrefillJob]] = {}
+        self._by_order: dict[int, PrefillJob] = {}
+        self._steps = itertools.count()
+        self._orders = itertools.count()
+        self._paired: frozenset[str] = frozenset()
+        self._failed: str | None = None
+        self._token_rate = RecentRate()
+        self.totals = PrefillTotals()
+        self._load = self._snapshot()
+        self.thread: EngineThread[_Command] = EngineThread(
+            "prefill-engine",
+            handle=self._handle,
+            schedule=self._schedule,
+            beat=self._beat,
+            fail=self._fail,
+            beat_s=config.heartbeat_s,
+        )
+
+    # --- asked by services, from any thread --------------------------------------------------------------------
+
+    def submit(
+        self, request: Request, decode_incarnation: str, real_tree: bool, deliver: Callable[[PrefillEvent], None]
+    ) -> None:
+        """See `PrefillEngine.submit`."""
+        check_request(request, self._context_len, self._vocab_size)
+        if self._failed is not None:
+            raise PeerUnavailableError(f"the prefill engine failed: {self._failed}")
+        if decode_incarnation not in self._paired:
+            raise PeerUnavailableError(f"decode {decode_incarnation} is not paired")
+        if self._load.queued >= self._config.max_queued:
+            raise OutOfCapacityError(f"{self._load.queued} requests are waiting already", retry_after_s=1.0)
+        self.thread.put(_Submit(PrefillJob(request, decode_incarnation, real_tree, deliver)))
+
+    def set_destination(self, key: RequestKey, destination: Destination) -> None:
+        """See `PrefillEngine.set_destination`."""
+        self.thread.put(_SetDestination(key, destination))
+
+    def cancel(self, key: RequestKey) -> None:
+        """See `PrefillEngine.cancel`."""
+        self.thread.put(_Cancel(key))
+
+    def pair(self, peer: str, layout: bytes) -> None:
+        """A decode's pools may be written to from now on; `layout` goes to the transfer ports unread."""
+        self._paired |= {peer}
+        self.thread.put(_Pair(peer, layout))
+
+    def forget(self, peer: str) -> None:
+        """A decode is gone."""
+        self._paired -= {peer}
+        self.thread.put(_Forget(peer))
+
+    def load(self) -> EngineLoad:
+        """A snapshot, as of the last turn of the loop."""
+        return self._load
+
+    # --- the engine's thread -----------------------------------------------------------------------------------
+
+    def _handle(self, item: "_Command | Report") -> None:
+        match item:
+            case StepTokens():
+                self._take_tokens(item)
+            case StepResult():
+                self._take_result(item)
+            case SendDone():
+                self._take_send(item)
+            case _Submit(job):
+                self._enqueue(job)
+            case _SetDestination(key, destination):
+                self._direct(key, destination)
+            case _Cancel(key):
+                self._cancel(key)
+            case _Pair(peer, layout):
+                self._pipeline.tell(PairPeer(peer, layout))
+            case _Forget(peer):
+                self._pipeline.tell(ForgetPeer(peer))
+            case _:
+                raise TypeError(f"{type(item).__name__} in a prefill engine's inbox")
+
+    def _schedule(self) -> None:
+        while self._pipeline.num_in_flight < self._config.num_stages:
+            self._admit()
+            if not self._launch():
+                break
+        self._load = self._snapshot()
+
+    def _beat(self) -> None:
+        self._pipeline.beat(hung_after_s=self._config.stage_timeout_s)
+        self._load = self._snapshot()
+
+    def _fail(self, reason: str) -> None:
+        logger.error("the prefill engine failed: %s", reason)
+        self._failed = reason
+        for job in list(self._jobs.values()):
+            job.deliver(PrefillFailed(PrefillFailure.INTERNAL, reason, drained=job.destination is None))
+        self._jobs.clear()
+        self._line.clear()
+        self._computing.clear()
+        self._load = self._snapshot()
+
+    # --- arriving ----------------------------------------------------------------------------------------------
+
+    def _enqueue(self, job: PrefillJob) -> None:
+        if self._failed is not None:
+            job.deliver(PrefillFailed(PrefillFailure.INTERNAL, self._failed, drained=True))
+            return
+        assert job.request.key not in self._jobs, f"{job.request.key} was submitted twice"
+        self._jobs[job.request.key] = job
+        self._line.append(job)
+
+    def _admit(self) -> None:
+        """Gives waiting jobs pages and a slot, in order of arrival, as long as there are any."""
+        while self._line and len(self._computing) < self._config.max_running:
+            job = self._line[0]
+            if self._slots.num_free == 0 or not self._find_pages(job):
+                return
+            self._line.popleft()
+            job.slot = self._slots.take()
+            job.scheduled_s = time.monotonic()
+            self._computing.append(job)
+            self.totals.cached_tokens += job.cached
+            job.deliver(Scheduled(job.cached))
+
+    def _find_pages(self, job: PrefillJob) -> bool:
+        """Takes every page the prompt needs, sharing those whose prefix is known."""
+        page_size = self._config.page_size
+        wanted = num_pages_for(job.prompt_len, page_size)
+        shared = []
+        if self._config.prefix_cache:
+            job.keys = prefix_keys(job.request.token_ids, page_size)
+            shared = self._pages.find(job.keys)[: self._reusable_pages(job)]
+        self._pages.hold(shared)
+        if wanted - len(shared) > self._pages.num_available:
+            self._pages.release(shared)
+            return False
+        job.pages = shared + self._pages.allocate(wanted - len(shared))
+        job.planned = job.cached = len(shared) * page_size
+        return True
+
+    def _reusable_pages(self, job: PrefillJob) -> int:
+        """Pages that may come from the cache: one token must be computed, and a drafter's last row of a page
+        depends on the token behind it, so that the last known page is computed again.
+        """
+        by_length = (job.prompt_len - 1) // self._config.page_size
+        if not self._config.tree.speculates:
+            return by_length
+        known = len(self._pages.find(job.keys))
+        return max(0, min(by_length, known - 1))
+
+    def _direct(self, key: RequestKey, destination: Destination) -> None:
+        job = self._jobs.get(key)
+        if job is None or job.destination is not None or job.is_ending:
+            return
+        wanted = num_pages_for(job.prompt_len, self._config.page_size)
+        if len(destination.page_ids) != wanted:
+            reason = f"a destination of {len(destination.page_ids)} pages for a prompt that needs {wanted}"
+            self._fail_job(job, PrefillFailed(PrefillFailure.INVALID_REQUEST, reason, drained=True))
+            return
+        job.destination = destination
+        self._order_sends(job)
+        self._settle(job)
+
+    # --- computing ---------------------------------------------------------------------------------------------
+
+    def _launch(self) -> bool:
+        """Plans one step out of the jobs that have prompt left; whether there was anything to plan."""
+        budget = self._config.chunk_tokens
+        openings: list[SlotOpening] = []
+        changes: list[PageChange] = []
+        segments: list[Segment] = []
+        jobs: list[PrefillJob] = []
+        for job in self._computing:
+            if job.is_planned or job.is_ending:
+                continue
+            if job.chunks == 0:
+                openings.append(slot_opening(job.request, int(job.slot)))
+                changes.append(PageChange(int(job.slot), 0, [int(page) for page in job.pages]))
+            count = min(budget, job.prompt_len - job.planned)
+            segments.append(self._chunk(job, count))
+            jobs.append(job)
+            job.planned += count
+            job.chunks += 1
+            budget -= count
+            if budget == 0:
+                break
+        if not segments:
+            return False
+        self._start_step(StepPlan(next(self._steps), 0, openings, changes, segments, early_tokens=True), jobs)
+        return True
+
+    def _start_step(self, plan: StepPlan, jobs: list[PrefillJob]) -> None:
+        self._by_step[plan.step] = jobs
+        self._pipeline.submit(plan)
+        self.totals.steps += 1
+        self.totals.computed_tokens += plan.num_rows
+        self._token_rate.add(plan.num_rows)
+        for job in jobs:
+            job.steps.add(plan.step)
+            job.step_ends.append((job.planned, plan.step))
+            self._order_sends(job)
+
+    def _chunk(self, job: PrefillJob, count: int) -> Segment:
+        end = job.planned + count
+        is_final = end == job.prompt_len
+        more_wanted = job.request.stopping.max_tokens > job.request.num_earlier_tokens + 1
+        return Segment(
+            slot=int(job.slot),
+            start=job.planned,
+            tokens=list(job.request.token_ids[job.planned : end]),
+            parents=None,
+            first_sampled=count - 1 if is_final else count,
+            next_token=-1 if is_final else job.request.token_ids[end],
+            accepted=[],
+            grow=is_final and job.real_tree and more_wanted and self._config.tree.speculates,
+        )
+
+    def _take_tokens(self, tokens: StepTokens) -> None:
+        for outcome in tokens.outcomes:
+            job = self._job_of(tokens.step, outcome.slot)
+            if not job.is_ending and not outcome.error:
+                self._take_first_token(job, outcome)
+
+    def _take_first_token(self, job: PrefillJob, outcome: SegmentOutcome) -> None:
+        token = outcome.tokens[0].to_token()
+        job.judge_first_token(token)
+        job.deliver(FirstToken(token))
+
+    def _take_result(self, result: StepResult) -> None:
+        self._pipeline.finished(result.step)
+        for outcome in result.outcomes:
+            job = self._job_of(result.step, outcome.slot)
+            job.steps.discard(result.step)
+            if outcome.error:
+                self._fail_job(job, PrefillFailed(PrefillFailure.INTERNAL, outcome.error, drained=True))
+                continue
+            if outcome.tokens and not job.is_ending:
+                if job.first_token is None:
+                    self._take_first_token(job, outcome)
+                job.tree = outcome.tree() or DraftTree.root_only(outcome.tokens[0].token_id)
+                if self._config.prefix_cache:
+                    self._pages.publish(job.keys, job.pages[: len(job.keys)])
+            self._settle(job)
+        del self._by_step[result.step]
+
+    def _job_of(self, step: int, slot: int) -> PrefillJob:
+        return next(job for job in self._by_step[step] if job.slot == SlotId(slot))
+
+    # --- sending -----------------------------------------------------------------------------------------------
+
+    def _order_sends(self, job: PrefillJob) -> None:
+        """Orders what is planned and not yet ordered: full pages, and the last partial one with the prompt's end.
+        A stage waits by itself until its step has computed them.
+        """
+        if job.destination is None or job.is_ending:
+            return
+        page_size = self._config.page_size
+        end = len(job.pages) if job.is_planned else job.planned // page_size
+        if job.ends_with_first_token or end == job.sent_pages:
+            return
+        every_stage = list(range(self._config.num_stages))
+        self._order(job, job.sent_pages, end, every_stage, drafter=False)
+        job.sent_pages = end
+        if self._config.tree.speculates:
+            self._order(job, job.sent_draft_pages, end, every_stage[-1:], drafter=True)
+            job.sent_draft_pages = end
+
+    def _order(self, job: PrefillJob, first: int, end: int, stages: list[int], *, drafter: bool) -> None:
+        assert job.destination is not None
+        number = next(self._orders)
+        order = SendOrder(
+            order=number,
+            owner=job.owner,
+            peer=job.peer,
+            after_step=job.step_that_computed(min(end * self._config.page_size, job.prompt_len)),
+            drafter=drafter,
+            pages=page_pairs(job.pages[first:end], job.destination.page_ids[first:end]),
+        )
+        self._by_order[number] = job
+        job.ledger.expect(number, len(stages))
+        self._pipeline.tell(order, stages)
+
+    def _take_send(self, done: SendDone) -> None:
+        job = self._by_order.get(done.order)
+        if job is None:
+            return
+        job.ledger.take(done)
+        if done.order not in job.ledger.open_answers:
+            del self._by_order[done.order]
+        self.totals.sends += 1
+        self.totals.sent_bytes += done.num_bytes
+        self.totals.send_s += done.seconds
+        if done.error and not job.is_ending:
+            self.totals.failed_sends += 1
+            self._fail_job(job, PrefillFailed(PrefillFailure.TRANSFER_FAILED, job.ledger.error, drained=True))
+        else:
+            self._settle(job)
+
+    # --- ending ------------------------------------------------------------------------------------------------
+
+    def _cancel(self, key: RequestKey) -> None:
+        job = self._jobs.get(key)
+        if job is None or job.cancelled:
+            return
+        job.cancelled = True
+        self._stop_sends(job)
+        self._settle(job)
+
+    def _fail_job(self, job: PrefillJob, failure: PrefillFailed) -> None:
+        if not job.is_ending:
+            job.failure = failure
+            self.totals.failures += 1
+            self._stop_sends(job)
+        self._settle(job)
+
+    def _stop_sends(self, job: PrefillJob) -> None:
+        if not job.ledger.is_settled:
+            self._pipeline.tell(CancelSends(job.owner))
+
+    def _settle(self, job: PrefillJob) -> None:
+        """Ends a job that has nothing under way and either all it wanted or no more wants. The only way out."""
+        if job.request.key not in self._jobs or not job.is_idle:
+            return
+        event = self._terminal_event(job)
+        if event is None:
+            return
+        del self._jobs[job.request.key]
+        if job in self._computing:
+            self._computing.remove(job)
+            self._slots.give_back(job.slot)
+            self._pages.release(job.pages)
+        else:
+            self._line.remove(job)
+        job.deliver(event)
+
+    def _terminal_event(self, job: PrefillJob) -> PrefillEvent | None:
+        if job.cancelled and job.ledger.drained:
+            return Drained()
+        if job.cancelled:
+            return PrefillFailed(PrefillFailure.TRANSFER_FAILED, job.ledger.error, drained=False)
+        if job.failure is not None:
+            failure = job.failure
+            return PrefillFailed(failure.code, failure.reason, drained=job.ledger.drained)
+        if job.tree is None:
+            return None
+        if not job.ends_with_first_token and (job.destination is None or job.sent_pages < len(job.pages)):
+            return None
+        return PrefillFinished(job.tree, self._origin(job), job.handoff())
+
+    def _origin(self, job: PrefillJob) -> TreeOrigin:
+        if not self._config.tree.speculates:
+            return TreeOrigin.NONE
+        return TreeOrigin.REAL if job.real_tree else TreeOrigin.ROOT_ONLY
+
+    # --- looking in --------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> EngineLoad:
+        return EngineLoad(
+            queued=len(self._line),
+            queued_tokens=sum(job.prompt_len for job in self._line)
+            + sum(job.prompt_len - job.planned for job in self._computing),
+            running=len(self._computing),
+            pages=self._pages.gauges(),
+            slots_total=self._config.max_running,
+            slots_free=self._slots.num_free,
+            progress=self.totals.steps + self.totals.sends,
+            tokens_per_s=self._token_rate.per_second(),
+            accept_length=0.0,
+            failed=self._failed,
+            computing=self._pipeline.num_in_flight > 0,
+            taken_s=time.monotonic(),
+        )
+
+    def check_quiescent(self) -> None:
+        """Asserts that an idle engine holds nothing; call it only when no request is open."""
+        self._pages.check_invariants()
+        assert not self._jobs, f"jobs left: {list(self._jobs)}"
+        assert not self._line
+        assert not self._computing
+        assert not self._by_step
+        assert not self._by_order
+        gauges = self._pages.gauges()
+        assert gauges.used == 0, f"{gauges.used} pages are still used"
+        assert self._slots.num_free == self._config.max_running

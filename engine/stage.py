@@ -1,0 +1,120 @@
+"""One stage at work: applies a plan to its layers. It decides nothing; stage 0's scheduler did.
+
+The last stage also samples, walks, extends and grows (`engine/last_stage.py`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from graftline.engine.kv_pool import KvPool
+from graftline.engine.last_stage import LastStage
+from graftline.engine.models.dense import DenseModel
+from graftline.engine.plan import Segment, StepPlan, StepResult, StepTokens
+from graftline.engine.step_gate import StepGate
+from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
+from graftline.kernels.kv_compact import compact_kv
+
+Emit = Callable[[StepTokens | StepResult], None]
+
+
+class Stage:
+    """A contiguous range of target layers with their KV.
+
+    Args:
+        model: the stage's layers, with the embedding on the first stage.
+        pool: pages of these layers.
+        capture: features that this stage must take, as numbers of decoder layers passed.
+        last: what only the last stage does, or None.
+        gate: told when a step's KV is written.
+    """
+
+    def __init__(
+        self,
+        model: DenseModel,
+        pool: KvPool,
+        *,
+        is_first: bool,
+        capture: Sequence[int],
+        last: LastStage | None,
+        gate: StepGate,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._is_first = is_first
+        self._capture = tuple(capture)
+        self._last = last
+        self._gate = gate
+        self._device = device
+        self._pages: dict[int, list[int]] = {}
+
+    def execute(self, plan: StepPlan, payload: Tensor | None, emit: Emit) -> Tensor | None:
+        """Runs one step.
+
+        Args:
+            payload: [rows, hidden * (1 + features so far)] from the stage before; None on the first stage.
+            emit: takes what the last stage has to say.
+
+        Returns:
+            The payload for the next stage; None on the last one.
+        """
+        for opening in plan.openings:
+            self._pages[opening.slot] = []
+            if self._last is not None:
+                self._last.open(opening)
+        for change in plan.pages:
+            pages = self._pages[change.slot]
+            del pages[change.first_index :]
+            pages.extend(change.page_ids)
+        self._compact(plan.segments)
+        batch = self._batch(plan.segments)
+        hidden, earlier = self._enter(plan, payload)
+        hidden, captured = self._model.run_layers(hidden, batch, self._pool, self._capture)
+        features = [*earlier, *(captured[layer] for layer in self._capture)]
+        self._gate.mark(plan.step, drafter=False)
+        if self._last is None:
+            return torch.cat((hidden, *features), dim=-1) if features else hidden
+        self._last.finish(plan, hidden, features, self._pages, emit)
+        self._gate.mark(plan.step, drafter=True)
+        return None
+
+    def _enter(self, plan: StepPlan, payload: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        if self._is_first:
+            tokens = [token for segment in plan.segments for token in segment.tokens]
+            return self._model.embed(torch.tensor(tokens, dtype=torch.int64, device=self._device)), []
+        assert payload is not None, "a later stage needs the hidden states of the one before"
+        assert payload.shape[0] == plan.num_rows, f"{payload.shape[0]} hidden rows for {plan.num_rows} planned"
+        hidden, *features = torch.split(payload.to(self._device), self._model.config.hidden_size, dim=-1)
+        return hidden.contiguous(), features
+
+    def _batch(self, segments: Sequence[Segment]) -> AttentionBatch:
+        return build_attention_batch(
+            [
+                SegmentRows(segment.start, segment.num_rows, self._pages[segment.slot], segment.parents)
+                for segment in segments
+            ],
+            self._pool.geometry.page_size,
+            self._device,
+        )
+
+    def _compact(self, segments: Sequence[Segment]) -> None:
+        """Moves the KV of accepted nodes to the end of the committed part, where it is not there already."""
+        moved = [segment for segment in segments if segment.accepted != list(range(len(segment.accepted)))]
+        if not moved:
+            return
+        tables = [self._pages[segment.slot] for segment in moved]
+        compact_kv(
+            self._pool.as_bytes(),
+            _padded(tables, 0, self._device),
+            torch.tensor(
+                [segment.start - len(segment.accepted) for segment in moved], dtype=torch.int32, device=self._device
+            ),
+            _padded([segment.accepted for segment in moved], -1, self._device),
+        )
+
+
+def _padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], dtype=torch.int32, device=device)

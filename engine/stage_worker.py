@@ -1,0 +1,166 @@
+"""Runs one stage: a thread that computes plans in order, and one that answers control messages."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from graftline.engine.links import Sender, StageLinks
+from graftline.engine.plan import (
+    CancelSends,
+    ForgetPeer,
+    Heartbeat,
+    Message,
+    PairPeer,
+    SendDone,
+    SendOrder,
+    StageAlive,
+    StageFailed,
+    StepPlan,
+    Stop,
+)
+from graftline.engine.stage import Stage
+from graftline.engine.step_gate import StepGate
+from graftline.engine.transfer_port import TransferPort
+from graftline.errors import PeerUnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+class SharedSender:
+    """Lets several threads send on one link."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._lock = threading.Lock()
+
+    def send(self, message: Message, payload: Tensor | None = None) -> None:
+        """See `Sender`."""
+        with self._lock:
+            self._sender.send(message, payload)
+
+
+class StageWorker:
+    """The two threads of a stage.
+
+    Args:
+        on_end: called once, from the thread that ended first, with the reason or None after a `Stop`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        stage: Stage,
+        links: StageLinks,
+        port: TransferPort,
+        gate: StepGate,
+        num_threads: int,
+        on_end: Callable[[str | None], None],
+    ) -> None:
+        self._index = index
+        self._stage = stage
+        self._links = links
+        self._reports = SharedSender(links.reports)
+        self._port = port
+        self._gate = gate
+        self._num_threads = num_threads
+        self._on_end = on_end
+        self._busy_s = 0.0
+        self._steps = 0
+        self._threads = (
+            threading.Thread(target=self._compute, name=f"stage-{index}-compute", daemon=True),
+            threading.Thread(target=self._obey, name=f"stage-{index}-control", daemon=True),
+        )
+
+    def start(self) -> None:
+        """Starts both threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for both threads to end; whether they did."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _compute(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        with torch.inference_mode():
+            self._end_with(self._compute_plans)
+
+    def _obey(self) -> None:
+        self._end_with(self._obey_controls)
+
+    def _end_with(self, loop: Callable[[], None]) -> None:
+        """The border of a stage's threads: whatever ends one is reported and ends the stage."""
+        reason: str | None = None
+        try:
+            loop()
+        except PeerUnavailableError as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("stage %d failed", self._index)
+            reason = f"{type(error).__name__}: {error}"
+            self._report_failure(reason)
+        finally:
+            self._gate.close()
+        self._on_end(reason)
+
+    def _report_failure(self, reason: str) -> None:
+        try:
+            self._reports.send(StageFailed(self._index, reason))
+        except PeerUnavailableError:
+            logger.warning("stage %d could not report its failure", self._index)
+
+    def _compute_plans(self) -> None:
+        downstream = self._links.downstream
+        while True:
+            message, payload = self._links.upstream.receive()
+            if isinstance(message, StepPlan):
+                started = time.monotonic()
+                output = self._stage.execute(message, payload, self._links.results.send)
+                self._busy_s += time.monotonic() - started
+                self._steps += 1
+                if downstream is not None:
+                    downstream.send(message, output)
+            elif isinstance(message, Stop):
+                if downstream is not None:
+                    downstream.send(message)
+                return
+            else:
+                raise TypeError(f"{type(message).__name__} on the plan link")
+
+    def _obey_controls(self) -> None:
+        while True:
+            message, _ = self._links.control.receive()
+            match message:
+                case Heartbeat(sequence=sequence):
+                    self._reports.send(StageAlive(self._index, sequence, self._busy_s, self._steps))
+                case SendOrder():
+                    self._port.send(message, self._ready(message), self._done)
+                case CancelSends(owner=owner):
+                    self._port.cancel(owner)
+                case PairPeer(peer=peer, layout=layout):
+                    self._port.pair(peer, layout)
+                case ForgetPeer(peer=peer):
+                    self._port.forget(peer)
+                case Stop():
+                    self._port.close()
+                    return
+                case _:
+                    raise TypeError(f"{type(message).__name__} on the control link")
+
+    def _ready(self, order: SendOrder) -> Callable[[float], bool]:
+        return lambda timeout_s: self._gate.wait(order.after_step, drafter=order.drafter, timeout_s=timeout_s)
+
+    def _done(self, done: SendDone) -> None:
+        try:
+            self._reports.send(
+                SendDone(done.order, self._index, done.num_bytes, done.seconds, done.error, done.drained)
+            )
+        except PeerUnavailableError:
+            logger.warning("stage %d could not report order %d", self._index, done.order)

@@ -1,0 +1,82 @@
+"""What a stage asks of the transfer layer. The services bring the implementation: the engine opens no sockets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from graftline.engine.kv_pool import KvPool
+from graftline.engine.plan import SendDone, SendOrder
+
+
+@dataclass(frozen=True, slots=True)
+class StagePools:
+    """The memory of one stage that peers may read or write.
+
+    Attributes:
+        target: pages of the stage's target layers.
+        draft: pages of the drafter, on the last stage of a speculating worker.
+    """
+
+    stage: int
+    target: KvPool
+    draft: KvPool | None
+
+
+class TransferPort(Protocol):
+    """One stage's way to other workers' memory. All methods are thread-safe and return at once."""
+
+    def open(self, pools: StagePools) -> bytes:
+        """Registers the pools.
+
+        Returns:
+            Where they lie, in an encoding that the engine hands on unread.
+        """
+
+    def pair(self, peer: str, layout: bytes) -> None:
+        """Learns where a peer's pools lie."""
+
+    def forget(self, peer: str) -> None:
+        """Drops a peer and what is queued for it."""
+
+    def send(self, order: SendOrder, ready: Callable[[float], bool], done: Callable[[SendDone], None]) -> None:
+        """Queues an order.
+
+        Args:
+            ready: waits up to so many seconds for the data; False means not yet.
+            done: called exactly once, from any thread.
+        """
+
+    def cancel(self, owner: str) -> None:
+        """Drops what an owner has queued; `done` is called for each order all the same."""
+
+    def close(self) -> None:
+        """Ends everything."""
+
+
+class NoTransfer:
+    """The port of a stage that nobody reads from or writes to."""
+
+    def open(self, pools: StagePools) -> bytes:
+        """See `TransferPort`."""
+        return b""
+
+    def pair(self, peer: str, layout: bytes) -> None:
+        """See `TransferPort`."""
+
+    def forget(self, peer: str) -> None:
+        """See `TransferPort`."""
+
+    def send(self, order: SendOrder, ready: Callable[[float], bool], done: Callable[[SendDone], None]) -> None:
+        """See `TransferPort`."""
+        done(SendDone(order.order, 0, 0, 0.0, error="this stage has no transfer layer", drained=True))
+
+    def cancel(self, owner: str) -> None:
+        """See `TransferPort`."""
+
+    def close(self) -> None:
+        """See `TransferPort`."""
+
+
+def page_pairs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int]]:
+    """Own page ids beside the peer's, for an order."""
+    return list(zip(source, target, strict=True))

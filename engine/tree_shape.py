@@ -1,0 +1,56 @@
+"""The shape of draft trees: depth S, branching K, nodes V."""
+
+import msgspec
+
+from graftline.errors import InvalidRequestError
+
+
+class TreeShape(msgspec.Struct, frozen=True):
+    """How far a drafter grows.
+
+    Attributes:
+        depth: S, levels below the root.
+        branching: K, children considered per node and nodes kept per level.
+        nodes: V, nodes of the tree including the root. 1 turns speculation off.
+
+    Raises:
+        InvalidRequestError: a value outside its range, naming the field.
+    """
+
+    depth: int = 3
+    branching: int = 1
+    nodes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.nodes == 1:
+            return
+        if not 1 <= self.depth <= 64:
+            raise InvalidRequestError("draft_depth", f"{self.depth} is not in 1..64")
+        if not 1 <= self.branching <= 64:
+            raise InvalidRequestError("draft_branching", f"{self.branching} is not in 1..64")
+        if not 2 <= self.nodes <= 64:
+            raise InvalidRequestError("draft_nodes", f"{self.nodes} is not in 2..64")
+        if self.nodes - 1 > self.max_candidates:
+            raise InvalidRequestError(
+                "draft_nodes",
+                f"{self.nodes} nodes cannot grow from depth {self.depth} and branching {self.branching}: "
+                f"at most {self.max_candidates + 1}",
+            )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there is anything below the root."""
+        return self.nodes > 1
+
+    @property
+    def max_candidates(self) -> int:
+        """Nodes that growth considers: K on the first level, K * K on every further one."""
+        return self.branching + (self.depth - 1) * self.branching**2
+
+    @property
+    def scratch_rows(self) -> int:
+        """Drafter rows that growth writes past the committed length: K on every level but the last."""
+        return (self.depth - 1) * self.branching if self.speculates else 0
+
+
+NO_SPECULATION = TreeShape(depth=1, branching=1, nodes=1)
