@@ -7,6 +7,10 @@ from graftline.errors import GraftlineError, OutOfCapacityError
 from graftline.router.transcript import Delta
 
 
+class SlowConsumerError(OutOfCapacityError):
+    """The client reads too slowly."""
+
+
 class Outbox:
     """Deltas of all choices of one request, in order.
 
@@ -26,11 +30,11 @@ class Outbox:
         """Adds a delta.
 
         Raises:
-            OutOfCapacityError: the client reads too slowly.
+            SlowConsumerError: too many tokens wait.
         """
         self._num_unread_tokens += len(delta.token_ids)
         if self._num_unread_tokens > self._max_unread_tokens:
-            raise OutOfCapacityError(
+            raise SlowConsumerError(
                 f"the client reads too slowly: {self._num_unread_tokens} tokens wait, {self._max_unread_tokens} may"
             )
         self._waiting.append(delta)

@@ -22,6 +22,7 @@ from graftline.proto.v1.worker_pb2 import DescribeRequest, WatchRequest, WatchRe
 from graftline.router.breaker import Breaker
 from graftline.router.config import HealthConfig
 from graftline.router.model import ModelStore, ServedModel
+from graftline.router.pairing import mismatched_fields
 from graftline.router.sources import WorkerSource
 from graftline.router.worker import Description, Role, Worker
 
@@ -80,6 +81,16 @@ class Registry:
             if w.role is Role.DECODE and w.description and w.description.model.card_hash == model.card_hash
         ]
         return min(model.context_length, max(limits, default=model.context_length))
+
+    def has_pair(self) -> bool:
+        """True when some two available workers may be paired."""
+        usable = [worker for worker in self._workers.values() if worker.is_available]
+        return any(
+            not mismatched_fields(prefill, decode)
+            for prefill in usable
+            for decode in usable
+            if prefill.role is Role.PREFILL and decode.role is Role.DECODE
+        )
 
     async def wait_for_change(self) -> None:
         """Until something about a worker changed."""

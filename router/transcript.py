@@ -27,7 +27,7 @@ class Delta:
 class Ending:
     """Why a choice ended."""
 
-    reason: FinishReason
+    reason: "FinishReason.ValueType"
     stop_string: str = ""
     stop_token_id: int | None = None
 
@@ -66,7 +66,7 @@ class Transcript:
 
     def _take_token(self, token_id: int) -> str:
         self.token_ids.append(token_id)
-        if token_id in self._ending_ids and len(self.token_ids) > self._min_tokens:
+        if token_id in self._ending_ids:
             self.ending = Ending(FinishReason.FINISH_REASON_STOP, stop_token_id=token_id)
             text = self._fed(token_id) if self._keeps_special_tokens else ""
             return text + self._flush()

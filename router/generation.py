@@ -1,0 +1,198 @@
+"""The life of a request in the router: check, tokenize, run its choices, hand out what they generate."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack, asynccontextmanager
+from typing import TypeVar
+
+from graftline.errors import GraftlineError, InternalError, InvalidRequestError, PeerUnavailableError
+from graftline.metrics import REQUESTS_REFUSED, SLOW_CONSUMERS_CUT, TOKENIZE, Metrics
+from graftline.proto import validation
+from graftline.proto.v1.router_pb2 import GenerateRequest
+from graftline.router.admission import Admission
+from graftline.router.choice import ChoiceRun, Fleet
+from graftline.router.model import ServedModel
+from graftline.router.observer import ModelInstruments, RequestObserver
+from graftline.router.outbox import Outbox, SlowConsumerError
+from graftline.router.parameters import Parameters, Plan
+from graftline.router.text.chat_template import Message
+from graftline.router.transcript import Delta
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Shorter prompts take tens of microseconds to encode, less than the way to another thread and back.
+INLINE_PROMPT_CHARS = 512
+
+
+class Generation:
+    """An open request: its id and, by iteration, what it generates."""
+
+    def __init__(self, request_id: str, model: ServedModel, num_choices: int, outbox: Outbox) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.num_choices = num_choices
+        self._outbox = outbox
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await self._outbox.get()
+        if delta is None:
+            raise StopAsyncIteration
+        return delta
+
+
+class Generator:
+    """Runs requests. One per router."""
+
+    def __init__(self, fleet: Fleet, admission: Admission, executor: Executor, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._admission = admission
+        self._executor = executor
+        self._metrics = metrics
+        self._instruments: dict[str, ModelInstruments] = {}
+
+    def models(self) -> list[ServedModel]:
+        """What can be asked for."""
+        return self._fleet.registry.models()
+
+    def model_named(self, name: str) -> ServedModel:
+        """The model of a request; an empty name means the only one.
+
+        Raises:
+            InvalidRequestError: no such model, or several and no name.
+            PeerUnavailableError: no worker has been reached yet.
+        """
+        models = self.models()
+        if not models:
+            raise PeerUnavailableError("no decode worker has been reached yet")
+        named = [model for model in models if name in {"", model.model_id}]
+        if not named:
+            known = ", ".join(sorted({model.model_id for model in models}))
+            raise InvalidRequestError("model", f"{name[:200]!r} is not served; there is {known}")
+        if not name and len({model.model_id for model in models}) > 1:
+            raise InvalidRequestError("model", "is empty, and several models are served")
+        return named[0]
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest, timeout_s: float | None) -> AsyncIterator[Generation]:
+        """Admits and runs a request for as long as the block is open; leaving the block ends it everywhere.
+
+        Args:
+            timeout_s: seconds until the caller's deadline, None for none.
+
+        Raises:
+            GraftlineError: the request is refused; iteration raises what it fails with later.
+        """
+        received_at = time.monotonic()
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        with ExitStack() as stack:
+            try:
+                validation.check_request_id(request.request_id)
+                stack.enter_context(self._admission.admit(request.request_id))
+                plan = await self._plan(request)
+            except GraftlineError as error:
+                self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
+                raise
+            observer = RequestObserver(self._instruments_of(plan.model), received_at)
+            stack.callback(observer.ended)
+            async with self._running(plan, deadline, observer) as generation:
+                yield generation
+
+    @asynccontextmanager
+    async def _running(
+        self, plan: Plan, deadline: float | None, observer: RequestObserver
+    ) -> AsyncIterator[Generation]:
+        num_choices = plan.parameters.num_choices
+        outbox = Outbox(num_choices, self._fleet.limits.max_unread_tokens)
+        request_id = uuid.uuid4().hex
+        failure: Exception | None = None
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._run(plan, choice, request_id, deadline, outbox, observer))
+                for choice in range(num_choices)
+            ]
+            try:
+                yield Generation(request_id, plan.model, num_choices, outbox)
+            except Exception as error:
+                # Raised again below: a task group would wrap it.
+                failure = error
+            finally:
+                for task in running:
+                    task.cancel()
+        if failure is not None:
+            observer.failed(failure)
+            raise failure
+
+    async def _run(
+        self,
+        plan: Plan,
+        choice: int,
+        request_id: str,
+        deadline: float | None,
+        outbox: Outbox,
+        observer: RequestObserver,
+    ) -> None:
+        choice_id = request_id if plan.parameters.num_choices == 1 else f"{request_id}.{choice}"
+        run = ChoiceRun(self._fleet, plan, choice, choice_id, deadline, outbox.put, observer)
+        try:
+            await run.run()
+        except SlowConsumerError as error:
+            self._metrics.counter(SLOW_CONSUMERS_CUT).inc()
+            outbox.fail(error)
+        except GraftlineError as error:
+            outbox.fail(error)
+        except Exception as error:
+            logger.exception("request %s failed", choice_id)
+            outbox.fail(InternalError(f"{type(error).__name__}: {error}"))
+
+    async def _plan(self, request: GenerateRequest) -> Plan:
+        model = self.model_named(request.model)
+        parameters = Parameters.of(request, model)
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequestError("prompt", "is missing: give text, chat or tokens")
+        started_at = time.monotonic()
+        prompt_ids = await self._prompt_ids(request, model)
+        self._metrics.histogram(TOKENIZE).observe(time.monotonic() - started_at)
+        return Plan.of(
+            model,
+            prompt_ids,
+            parameters,
+            max_request_tokens=self._fleet.registry.max_request_tokens(model),
+            default_max_tokens=self._fleet.limits.default_max_tokens,
+            field="tokens.token_ids" if kind == "tokens" else kind,
+        )
+
+    async def _prompt_ids(self, request: GenerateRequest, model: ServedModel) -> Sequence[int]:
+        match request.WhichOneof("prompt"):
+            case "tokens":
+                return request.tokens.token_ids
+            case "text":
+                return await self._encoded("text", len(request.text), model.tokenizer.encode_text, request.text)
+            case _:
+                messages = [Message(message.role, message.content) for message in request.chat.messages]
+                num_chars = sum(len(message.content) for message in messages)
+                return await self._encoded("chat", num_chars, model.encode_chat, messages)
+
+    async def _encoded(self, field: str, num_chars: int, encode: Callable[[T], list[int]], prompt: T) -> list[int]:
+        """Encodes short prompts here and long ones in a thread."""
+        limit = self._fleet.limits.max_prompt_chars
+        if num_chars > limit:
+            raise InvalidRequestError(field, f"{num_chars} characters are more than {limit}")
+        if num_chars <= INLINE_PROMPT_CHARS:
+            return encode(prompt)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode, prompt)
+
+    def _instruments_of(self, model: ServedModel) -> ModelInstruments:
+        instruments = self._instruments.get(model.model_id)
+        if instruments is None:
+            instruments = self._instruments[model.model_id] = ModelInstruments(self._metrics, model.model_id)
+        return instruments

@@ -1,0 +1,107 @@
+"""Starts and stops a router: registry, gRPC, HTTP. Tests and the command line use the same context manager."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from graftline.metrics import Metrics, ProcessRole
+from graftline.proto.server import RpcServer
+from graftline.proto.v1.router_pb2_grpc import add_RouterServiceServicer_to_server
+from graftline.router.admission import Admission
+from graftline.router.choice import Fleet
+from graftline.router.config import RouterConfig
+from graftline.router.generation import Generator
+from graftline.router.model import ModelStore
+from graftline.router.pairing import Pairing
+from graftline.router.policy import make_policies
+from graftline.router.registry import Registry
+from graftline.router.service import RouterService
+from graftline.router.sources import FileSource, ListSource, WorkerSource
+
+SERVICE_NAME = "graftline.v1.RouterService"
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A running router.
+
+    Attributes:
+        address: host:port of gRPC.
+        http_address: host:port of HTTP, None without it.
+    """
+
+    address: str
+    http_address: str | None
+    registry: Registry
+    generator: Generator
+    admission: Admission
+    metrics: Metrics
+    rpc: RpcServer
+
+    async def wait_until_usable(self, timeout_s: float) -> None:
+        """Until some pair may serve requests.
+
+        Raises:
+            TimeoutError: none did in time.
+        """
+        async with asyncio.timeout(timeout_s):
+            while not self.registry.has_pair():
+                await self.registry.wait_for_change()
+
+    async def drain(self) -> None:
+        """Refuses new requests and says so in health; open ones go on."""
+        self.admission.is_draining = True
+        await self.rpc.set_serving(False)
+
+
+@asynccontextmanager
+async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
+    """Runs a router for as long as the block is open; then drains it for `config.drain_grace_s` seconds.
+
+    Raises:
+        InvalidRequestError: an address in the config is bad.
+        PeerUnavailableError: a port cannot be opened.
+    """
+    metrics = Metrics(ProcessRole.ROUTER)
+    pairing = Pairing(make_policies(config.policy))
+    async with AsyncExitStack() as stack:
+        executor = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "graftline-tokenizer"))
+        sources: list[WorkerSource] = [ListSource(config.workers)]
+        if config.workers_file is not None:
+            sources.append(FileSource(config.workers_file))
+        registry = Registry(
+            sources,
+            ModelStore(executor),
+            config.health,
+            config.worker_access,
+            metrics,
+            discovery_interval_s=config.discovery_interval_s,
+            forget=pairing.forget,
+        )
+        admission = Admission(config.requests.max_open_requests, config.requests.retry_after_s)
+        fleet = Fleet(registry, pairing, config.worker_access.metadata, config.requests)
+        generator = Generator(fleet, admission, executor, metrics)
+        rpc = RpcServer(config.listen, advertise=config.advertise, tls=config.tls, tokens=config.tokens)
+        service = RouterService(generator, registry, admission, config.requests.write_timeout_s)
+        rpc.add(add_RouterServiceServicer_to_server, service, SERVICE_NAME)
+        await stack.enter_async_context(_running(registry))
+        await rpc.start()
+        router = Router(rpc.address, None, registry, generator, admission, metrics, rpc)
+        try:
+            await rpc.set_serving(True)
+            yield router
+        finally:
+            await router.drain()
+            await rpc.stop(config.drain_grace_s if admission.num_open else 0)
+
+
+@asynccontextmanager
+async def _running(registry: Registry) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(registry.run(), name="registry")
+        try:
+            yield
+        finally:
+            task.cancel()
