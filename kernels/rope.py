@@ -29,7 +29,8 @@ def rope_reference_(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> N
     half = cos.shape[1]
     row_cos = cos[positions.long()].unsqueeze(1)  # [rows, 1, half]
     row_sin = sin[positions.long()].unsqueeze(1)
-    first = x[..., :half].float()
+    first = x[..., :half].float()  # of a float32 x this is a view: both results come before the first write
     second = x[..., half : 2 * half].float()
-    x[..., :half] = (first * row_cos - second * row_sin).to(x.dtype)
+    rotated_first = (first * row_cos - second * row_sin).to(x.dtype)
     x[..., half : 2 * half] = (second * row_cos + first * row_sin).to(x.dtype)
+    x[..., :half] = rotated_first

@@ -38,6 +38,7 @@ ARCHITECTURES: Mapping[str, Family] = {
 }
 # What Hugging Face takes when `head_dim` is not in the file (None: hidden_size / num_heads).
 _DEFAULT_HEAD_DIM: Mapping[Family, int | None] = {Family.QWEN3: 128}
+_MISTRAL_WINDOW = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,10 @@ def _refuse_unknown_features(raw: Mapping[str, Any]) -> None:
 
 
 def _sliding_window(raw: Mapping[str, Any], family: Family) -> int | None:
-    window = _optional_integer(raw, "sliding_window")
+    # Hugging Face gives a Mistral model a window unless its config says null.
+    window = _MISTRAL_WINDOW if family is Family.MISTRAL else None
+    if "sliding_window" in raw:
+        window = _optional_integer(raw, "sliding_window")
     if window is None:
         return None
     if window < 1:

@@ -4,7 +4,7 @@ Knows no requests and no stages: what a forward needs is in its arguments. On CP
 `dtype` is what weights and KV are stored in; on CUDA everything is of `dtype`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from graftline.engine.models.checkpoint import Checkpoint
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.rope import rope_tables
+from graftline.errors import InvalidRequestError
 from graftline.kernels.activation import silu_mul
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_batch import AttentionBatch
@@ -57,7 +58,7 @@ class DenseModel:
         with_head: hold the final norm and the output head. A tied head and embedding are one matrix.
 
     Raises:
-        InvalidRequestError: the checkpoint lacks a tensor.
+        InvalidRequestError: the checkpoint lacks a tensor, or one is not shaped as the config says.
         ValueError: layers that the model does not have.
     """
 
@@ -82,7 +83,7 @@ class DenseModel:
         loader = _Loader(checkpoint, dtype, self.activation_dtype, self.device)
         self._weights = tuple(loader.layer(layer) for layer in layers)
         self._embedding, self._head = loader.top(with_embedding, with_head)
-        self._norm = loader.norm("model.norm") if with_head else None
+        self._norm = loader.norm("model.norm", config.hidden_size) if with_head else None
         cos, sin = rope_tables(config.rope, config.head_dim, config.context_length + _POSITIONS_PAST_CONTEXT)
         self._cos, self._sin = cos.to(self.device), sin.to(self.device)
         self._scale = config.head_dim**-0.5
@@ -157,37 +158,52 @@ class _Loader:
         self._activation_dtype = activation_dtype
         self._device = device
 
-    def norm(self, module: str) -> Tensor:
-        return self._checkpoint.tensor(f"{module}.weight").to(self._device, self._activation_dtype)
+    def norm(self, module: str, size: int) -> Tensor:
+        return self._tensor(f"{module}.weight", (size,)).to(self._device, self._activation_dtype)
 
-    def projection(self, modules: Sequence[str], has_bias: bool = False) -> LinearWeight:
-        """The modules' matrices below each other."""
-        weights = [self._checkpoint.tensor(f"{module}.weight").to(self._device, self._dtype) for module in modules]
-        bias = None
-        if has_bias:
-            parts = [self._checkpoint.tensor(f"{module}.bias") for module in modules]
-            bias = torch.cat([part.to(self._device, self._activation_dtype) for part in parts])
-        return pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+    def projection(self, columns: int, rows: Mapping[str, int], has_bias: bool = False) -> LinearWeight:
+        """The matrices of `rows` (module -> its outputs) below each other."""
+        weights = [self._tensor(f"{module}.weight", (size, columns)) for module, size in rows.items()]
+        stacked = torch.cat([weight.to(self._device, self._dtype) for weight in weights])
+        if not has_bias:
+            return pack_linear(stacked)
+        biases = [self._tensor(f"{module}.bias", (size,)) for module, size in rows.items()]
+        return pack_linear(stacked, torch.cat([bias.to(self._device, self._activation_dtype) for bias in biases]))
 
     def layer(self, layer: int) -> LayerWeights:
         config = self._checkpoint.config
+        hidden, inner = config.hidden_size, config.intermediate_size
         prefix = f"model.layers.{layer}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
         return LayerWeights(
-            input_norm=self.norm(f"{prefix}.input_layernorm"),
-            qkv=self.projection([f"{attention}.{name}_proj" for name in "qkv"], config.attention_bias),
-            q_norm=self.norm(f"{attention}.q_norm") if config.qk_norm else None,
-            k_norm=self.norm(f"{attention}.k_norm") if config.qk_norm else None,
-            output=self.projection([f"{attention}.o_proj"], config.output_bias),
-            post_norm=self.norm(f"{prefix}.post_attention_layernorm"),
-            gate_up=self.projection([f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
-            down=self.projection([f"{mlp}.down_proj"]),
+            input_norm=self.norm(f"{prefix}.input_layernorm", hidden),
+            qkv=self.projection(
+                hidden, {f"{attention}.{name}_proj": size for name, size in qkv.items()}, config.attention_bias
+            ),
+            q_norm=self.norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=self.norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
+            output=self.projection(config.q_size, {f"{attention}.o_proj": hidden}, config.output_bias),
+            post_norm=self.norm(f"{prefix}.post_attention_layernorm", hidden),
+            gate_up=self.projection(hidden, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
+            down=self.projection(inner, {f"{mlp}.down_proj": hidden}),
         )
 
     def top(self, with_embedding: bool, with_head: bool) -> tuple[LinearWeight | None, LinearWeight | None]:
         """Embedding and head, one object when they are tied."""
-        if self._checkpoint.config.tie_embeddings:
-            shared = self.projection(["model.embed_tokens"]) if with_embedding or with_head else None
+        config = self._checkpoint.config
+
+        def matrix(module: str) -> LinearWeight:
+            return self.projection(config.hidden_size, {module: config.vocab_size})
+
+        if config.tie_embeddings:
+            shared = matrix("model.embed_tokens") if with_embedding or with_head else None
             return (shared if with_embedding else None), (shared if with_head else None)
-        embedding = self.projection(["model.embed_tokens"]) if with_embedding else None
-        return embedding, self.projection(["lm_head"]) if with_head else None
+        embedding = matrix("model.embed_tokens") if with_embedding else None
+        return embedding, matrix("lm_head") if with_head else None
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._checkpoint.tensor(name)
+        if tensor.shape != shape:
+            raise InvalidRequestError("model", f"tensor {name} is {tuple(tensor.shape)}, the config says {shape}")
+        return tensor
