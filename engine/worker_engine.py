@@ -1,0 +1,160 @@
+"""Puts a worker's engine together: pipeline, scheduler, and what the services tell others about it."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from graftline.engine.config import EngineConfig, Role
+from graftline.engine.decode_engine import DecodeScheduler
+from graftline.engine.draft_head.config import CONFIG_FILE, WEIGHTS_FILE
+from graftline.engine.layer_split import check_split
+from graftline.engine.models.card import ModelCardData
+from graftline.engine.models.checkpoint import Checkpoint, open_checkpoint
+from graftline.engine.pipeline import Pipeline, StageCommand
+from graftline.engine.plan import Report, StageAlive
+from graftline.engine.prefill_engine import PrefillScheduler
+from graftline.engine.service_api import EngineLoad
+from graftline.engine.step_pipeline import StepPipeline
+from graftline.engine.transfer_port import TransferPort
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a worker says about itself.
+
+    Attributes:
+        context_len: most tokens of prompt and output that the model and the worker's pool can hold.
+        fingerprint: everything that must agree between a prefill and a decode, by name.
+    """
+
+    card: ModelCardData
+    context_len: int
+    fingerprint: Mapping[str, str]
+    num_stages: int
+
+
+def worker_facts(config: EngineConfig, checkpoint: Checkpoint) -> WorkerFacts:
+    """Derives the facts from the configuration."""
+    model, tree = checkpoint.config, config.tree
+    fingerprint = {
+        "model_hash": checkpoint.model_hash,
+        "dtype": config.dtype,
+        "page_size": str(config.page_size),
+        "context_length": str(model.context_length),
+        "vocab_size": str(model.vocab_size),
+        "draft_depth": str(tree.depth),
+        "draft_branching": str(tree.branching),
+        "draft_nodes": str(tree.nodes),
+        "drafter_hash": draft_head_hash(Path(config.draft_head)) if tree.speculates and config.draft_head else "none",
+    }
+    pool_len = config.num_pages * config.page_size
+    return WorkerFacts(checkpoint.card, min(model.context_length, pool_len), fingerprint, config.num_stages)
+
+
+def draft_head_hash(folder: Path) -> str:
+    """Equal for equal draft heads, wherever they lie; 32 hex digits."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()[:32]
+
+
+Scheduler = TypeVar("Scheduler", PrefillScheduler, DecodeScheduler)
+
+
+class WorkerEngine(Generic[Scheduler]):
+    """A running engine.
+
+    Attributes:
+        facts: what the worker says about itself.
+        scheduler: what the services talk to.
+    """
+
+    def __init__(self, facts: WorkerFacts, scheduler: Scheduler, pipeline: Pipeline) -> None:
+        self.facts = facts
+        self.scheduler: Scheduler = scheduler
+        self._pipeline = pipeline
+
+    @property
+    def layouts(self) -> Sequence[bytes]:
+        """What every stage's transfer port said of its pools, stage by stage."""
+        return self._pipeline.layouts
+
+    def load(self) -> EngineLoad:
+        """A snapshot of queues and pools."""
+        return self.scheduler.load()
+
+    def stage_load(self) -> Sequence[StageAlive]:
+        """The last sign of life of every stage."""
+        return self._pipeline.stage_load()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the loop and every stage; open requests are not waited for."""
+        self.scheduler.thread.stop(timeout_s / 2)
+        self._pipeline.stop(timeout_s / 2)
+
+
+def start_prefill_engine(
+    config: EngineConfig, port: Callable[[int], TransferPort], command: StageCommand, timeout_s: float
+) -> WorkerEngine[PrefillScheduler]:
+    """Starts every stage of a prefill worker and its loop.
+
+    Raises:
+        InvalidRequestError: the configuration does not fit the model.
+        InternalError: a stage did not start within `timeout_s`.
+    """
+    assert config.role is Role.PREFILL
+    facts, inbox, pipeline = _prepare(config, port, command)
+    scheduler = PrefillScheduler(config, StepPipeline(pipeline), facts.context_len, facts.card.vocab_size)
+    _run(scheduler, pipeline, inbox, timeout_s)
+    return WorkerEngine(facts, scheduler, pipeline)
+
+
+def start_decode_engine(
+    config: EngineConfig, port: Callable[[int], TransferPort], command: StageCommand, timeout_s: float
+) -> WorkerEngine[DecodeScheduler]:
+    """Starts every stage of a decode worker and its loop.
+
+    Raises:
+        InvalidRequestError: the configuration does not fit the model.
+        InternalError: a stage did not start within `timeout_s`.
+    """
+    assert config.role is Role.DECODE
+    facts, inbox, pipeline = _prepare(config, port, command)
+    scheduler = DecodeScheduler(config, StepPipeline(pipeline), facts.context_len, facts.card.vocab_size)
+    _run(scheduler, pipeline, inbox, timeout_s)
+    return WorkerEngine(facts, scheduler, pipeline)
+
+
+class _LateInbox:
+    """Stands for the scheduler's inbox until there is a scheduler; nothing is reported before that."""
+
+    def __init__(self) -> None:
+        self.forward: Callable[[Report], None] | None = None
+
+    def put(self, item: Report) -> None:
+        if self.forward is not None:
+            self.forward(item)
+
+
+def _prepare(
+    config: EngineConfig, port: Callable[[int], TransferPort], command: StageCommand
+) -> tuple[WorkerFacts, _LateInbox, Pipeline]:
+    checkpoint = open_checkpoint(Path(config.model))
+    check_split(config.layer_split, checkpoint.config.num_layers)
+    inbox = _LateInbox()
+    return worker_facts(config, checkpoint), inbox, Pipeline(config, port, command, inbox)
+
+
+def _run(
+    scheduler: PrefillScheduler | DecodeScheduler, pipeline: Pipeline, inbox: _LateInbox, timeout_s: float
+) -> None:
+    inbox.forward = scheduler.thread.put
+    try:
+        pipeline.start(timeout_s)
+    except BaseException:
+        pipeline.stop(5.0)
+        raise
+    scheduler.thread.start()
