@@ -1,0 +1,50 @@
+# Two commands matter: `make demo` runs the main job, `make test` passes the tests. Both set up what they need.
+PYTHON ?= python3
+VENV ?= .venv
+# A plain `pip install torch` takes the CUDA build on Linux. TORCH_INDEX may name an index with CPU builds
+# (https://download.pytorch.org/whl/cpu); TORCH may pin another version within torch>=2.11,<2.14.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+EXTRA ?= cpu
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.graftline-$(EXTRA)
+APT := $(if $(filter 0,$(shell id -u)),apt-get,sudo apt-get)
+
+.PHONY: demo test test-slow lint proto setup clean system-packages
+
+demo: setup
+	$(BIN)/graftline demo
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cd proto && ../$(BIN)/buf lint
+	$(BIN)/pytest -q -m "not slow and not cuda"
+
+test-slow: setup
+	$(BIN)/pytest -q -m "slow and not cuda"
+
+lint: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/mypy
+
+proto: setup
+	$(BIN)/python proto/generate.py
+
+setup: $(SETUP)
+
+# Mooncake needs libibverbs even where it moves bytes over TCP.
+system-packages:
+	@ldconfig -p | grep -q libibverbs.so.1 || ($(APT) update -qq && $(APT) install -y -qq --no-install-recommends libibverbs1)
+
+$(SETUP): pyproject.toml | system-packages
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install -q -e ".[$(EXTRA),dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
