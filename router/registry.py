@@ -146,7 +146,8 @@ class Registry:
     async def _describe(self, worker: Worker) -> None:
         """Asks until it answers, with bounded pauses."""
         retrying = tenacity.AsyncRetrying(
-            wait=tenacity.wait_exponential_jitter(initial=0.05, max=self._health.reconnect_max_s, jitter=0.05),
+            wait=tenacity.wait_exponential(multiplier=0.05, max=self._health.reconnect_max_s)
+            + tenacity.wait_random(0, 0.05),
             retry=tenacity.retry_if_exception_type((GraftlineError, aio.AioRpcError)),
             stop=lambda _: self._is_done(worker),
             after=lambda state: self._note_unreachable(worker, state),

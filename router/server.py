@@ -99,9 +99,16 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
 
 @asynccontextmanager
 async def _running(registry: Registry) -> AsyncIterator[None]:
+    """Runs the registry beside the block. Should it ever fail, the block is cancelled and its error raised."""
+    failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(registry.run(), name="registry")
         try:
             yield
+        except Exception as error:
+            # Raised again below: a task group would wrap it.
+            failure = error
         finally:
             task.cancel()
+    if failure is not None:
+        raise failure

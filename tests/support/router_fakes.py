@@ -1,0 +1,320 @@
+"""Fake workers for router tests: real aio gRPC servers with a scripted decode, as fault injectors.
+
+Their "model" is a pure function of (seed, position, last token), so that a stream resumed elsewhere must go on with
+the very tokens the first worker would have had.
+"""
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from graftline.errors import GraftlineError
+from graftline.proto.server import RpcServer
+from graftline.proto.status import Leg, abort_with, rpc_border
+from graftline.proto.v1.common_pb2 import (
+    Fingerprint,
+    FinishReason,
+    ModelCard,
+    SpeculationStats,
+    TokenLogprob,
+    TopLogprob,
+    TreeOrigin,
+    Usage,
+    WorkerIdentity,
+    WorkerRole,
+)
+from graftline.proto.v1.decode_pb2 import (
+    DecodeFinished,
+    DecodeServiceGenerateRequest,
+    DecodeServiceGenerateResponse,
+    DecodeTokens,
+)
+from graftline.proto.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
+from graftline.proto.v1.worker_pb2 import (
+    DescribeResponse,
+    DrainResponse,
+    Limits,
+    WatchResponse,
+    WorkerState,
+)
+from graftline.proto.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from graftline.proto.validation import ModelLimits, check_decode_request
+from graftline.router.text.detokenizer import byte_level_alphabet
+
+EOS = 256
+BOS = 257
+IM_START = 258
+VOCAB_SIZE = 260
+CONTEXT_LENGTH = 4096
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 byte tokens (id = byte), then <|im_end|> = EOS, <s> = BOS, <|im_start|>, <pad>."""
+    vocab = {char: byte for byte, char in enumerate(byte_level_alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<|im_end|>", "<s>", "<|im_start|>", "<pad>")]
+    )
+    return tokenizer
+
+
+def model_card(**changes: Any) -> ModelCard:
+    """The card of the fake model."""
+    card = ModelCard(
+        model_id="tiny",
+        vocab_size=VOCAB_SIZE,
+        context_length=CONTEXT_LENGTH,
+        eos_token_ids=[EOS],
+        bos_token_id=-1,
+        tokenizer_json=byte_tokenizer().to_str().encode(),
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"bos_token": "<s>", "eos_token": "<|im_end|>"},
+    )
+    for name, value in changes.items():
+        if name == "eos_token_ids":
+            del card.eos_token_ids[:]
+            card.eos_token_ids.extend(value)
+        else:
+            setattr(card, name, value)
+    card.card_hash = hashlib.sha256(card.SerializeToString(deterministic=True)).hexdigest()
+    return card
+
+
+def next_token(token_ids: Sequence[int], seed: int) -> int:
+    """The fake model: a lower-case letter or a space, from position, last token and seed."""
+    mixed = (len(token_ids) * 7919 + token_ids[-1] * 104729 + seed * 1299709) & 0xFFFFFFFF
+    mixed = (mixed * 2654435761) & 0xFFFFFFFF
+    return b"abcdefghijklmnopqrstuvwxyz "[(mixed >> 8) % 27]
+
+
+def reference_ids(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
+    """What a fault-free run emits."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(next_token(ids, seed))
+    return ids[len(prompt) :]
+
+
+@dataclass
+class Fault:
+    """What happens to one request, after `after` tokens of the attempt."""
+
+    after: int
+    error: GraftlineError | None = None
+    leg: Leg | None = None
+    # The stream stands still until cancelled.
+    hang: bool = False
+    # The stream ends with OK but without `finished`.
+    vanish: bool = False
+    speculation: SpeculationStats | None = None
+
+
+@dataclass
+class FakeWorker:
+    """One fake worker process: server, script, and a record of what reached it."""
+
+    role: "WorkerRole.ValueType"
+    card: ModelCard = field(default_factory=model_card)
+    incarnation: str = "one"
+    fingerprint: dict[str, str] = field(
+        default_factory=lambda: {"model_hash": "m", "page_size": "16", "draft_nodes": "4"}
+    )
+    limits: Limits = field(default_factory=lambda: Limits(max_request_tokens=CONTEXT_LENGTH, max_running=8))
+    # Overrides of what Watch says.
+    load: WatchResponse = field(default_factory=lambda: WatchResponse(state=WorkerState.WORKER_STATE_SERVING))
+    round_tokens: int = 3
+    token_delay_s: float = 0.0
+    first_delay_s: float = 0.0
+    model: Callable[[Sequence[int], int], int] = next_token
+    forced_ids: Sequence[int] | None = None
+    faults: deque[Fault] = field(default_factory=deque)
+    always: Fault | None = None
+    requests: list[DecodeServiceGenerateRequest] = field(default_factory=list)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    first_token_sent: asyncio.Event = field(default_factory=asyncio.Event)
+    num_running: int = 0
+    num_described: int = 0
+    known_hashes: list[str] = field(default_factory=list)
+    frozen: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    server: RpcServer | None = None
+    address: str = ""
+
+    async def start(self, listen: str = "127.0.0.1:0") -> "FakeWorker":
+        self.server = RpcServer(listen)
+        self.server.add(add_WorkerServiceServicer_to_server, FakeWorkerService(self), "graftline.v1.WorkerService")
+        if self.role == WorkerRole.WORKER_ROLE_DECODE:
+            self.server.add(add_DecodeServiceServicer_to_server, FakeDecodeService(self), "graftline.v1.DecodeService")
+        await self.server.start()
+        await self.server.set_serving(True)
+        self.address = self.server.address
+        return self
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(0)
+            self.server = None
+
+    async def restart(self, incarnation: str) -> None:
+        """A new process at the same address."""
+        address = self.address
+        await self.stop()
+        self.incarnation = incarnation
+        await self.start(address)
+
+
+class FakeWorkerService(WorkerServiceServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Describe(self, request: Any, context: Any) -> DescribeResponse:
+        worker = self._worker
+        worker.num_described += 1
+        worker.known_hashes.append(request.known_card_hash)
+        card = ModelCard()
+        card.CopyFrom(worker.card)
+        if request.known_card_hash == card.card_hash:
+            card.ClearField("tokenizer_json")
+            card.ClearField("chat_template")
+        return DescribeResponse(
+            identity=WorkerIdentity(role=worker.role, incarnation=worker.incarnation, address=worker.address),
+            model_card=card,
+            fingerprint=Fingerprint(fields=worker.fingerprint),
+            num_stages=2,
+            limits=worker.limits,
+        )
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[WatchResponse]:
+        worker = self._worker
+        while True:
+            if worker.frozen.is_set():
+                await asyncio.Event().wait()
+            message = WatchResponse()
+            message.CopyFrom(worker.load)
+            message.incarnation = worker.incarnation
+            message.running = worker.load.running or worker.num_running
+            message.progress = worker.load.progress or len(worker.requests)
+            yield message
+            worker.changed.clear()
+            try:
+                async with asyncio.timeout(request.interval_s):
+                    await worker.changed.wait()
+            except TimeoutError:
+                pass
+
+    async def Drain(self, request: Any, context: Any) -> DrainResponse:
+        self._worker.load.state = WorkerState.WORKER_STATE_DRAINING
+        self._worker.changed.set()
+        return DrainResponse()
+
+
+class FakeDecodeService(DecodeServiceServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[DecodeServiceGenerateResponse]:
+        worker = self._worker
+        worker.requests.append(request)
+        worker.num_running += 1
+        try:
+            async with rpc_border(context):
+                check_decode_request(request, ModelLimits(worker.card.vocab_size, worker.card.context_length))
+            async for response in self._generate(request, context):
+                yield response
+        except asyncio.CancelledError:
+            worker.cancelled.set()
+            raise
+        finally:
+            worker.num_running -= 1
+
+    async def _generate(self, request: Any, context: Any) -> AsyncIterator[DecodeServiceGenerateResponse]:
+        worker = self._worker
+        fault = worker.always or (worker.faults.popleft() if worker.faults else None)
+        ids = list(request.token_ids)
+        num_earlier = len(ids) - request.num_prompt_tokens
+        limit = request.stopping.max_tokens - num_earlier
+        ending_ids = {*request.stopping.stop_token_ids, *([] if request.stopping.ignore_eos else [EOS])}
+        emitted: list[int] = []
+        rounds = 0
+        await asyncio.sleep(worker.first_delay_s)
+        while True:
+            if fault is not None and len(emitted) >= fault.after:
+                if fault.hang:
+                    await asyncio.Event().wait()
+                if fault.vanish:
+                    return
+                assert fault.error is not None
+                await abort_with(context, fault.error, leg=fault.leg, speculation=fault.speculation)
+            wanted = 1 if not emitted else worker.round_tokens
+            if fault is not None:
+                wanted = min(wanted, fault.after - len(emitted))
+            rounds += bool(emitted)
+            step: list[int] = []
+            while len(step) < wanted and len(emitted) + len(step) < limit:
+                position = num_earlier + len(emitted) + len(step)
+                if worker.forced_ids is not None:
+                    token = worker.forced_ids[position] if position < len(worker.forced_ids) else EOS
+                else:
+                    token = worker.model(ids, request.sampling.seed)
+                ids.append(token)
+                step.append(token)
+                if token in ending_ids:
+                    break
+            emitted += step
+            logprobs = []
+            if request.HasField("logprobs"):
+                top = [TopLogprob(token_id=i, logprob=-float(i)) for i in range(request.logprobs)]
+                logprobs = [TokenLogprob(logprob=-0.5, top=top) for _ in step]
+            yield DecodeServiceGenerateResponse(tokens=DecodeTokens(token_ids=step, logprobs=logprobs))
+            worker.first_token_sent.set()
+            stopped = bool(step) and step[-1] in ending_ids
+            if stopped or len(emitted) >= limit:
+                break
+            if worker.token_delay_s:
+                await asyncio.sleep(worker.token_delay_s)
+        yield DecodeServiceGenerateResponse(
+            finished=DecodeFinished(
+                reason=FinishReason.FINISH_REASON_STOP if stopped else FinishReason.FINISH_REASON_LENGTH,
+                stop_token_id=emitted[-1] if stopped else None,
+                usage=Usage(prompt_tokens=request.num_prompt_tokens, completion_tokens=len(emitted), cached_tokens=2),
+                speculation=SpeculationStats(
+                    rounds=rounds,
+                    drafted=3 * rounds,
+                    accepted=len(emitted) - 1 - rounds,
+                    first_round_drafted=min(rounds, 1) * 3,
+                    first_round_accepted=min(rounds, 1) * 2,
+                    tree_origin=TreeOrigin.TREE_ORIGIN_REAL,
+                ),
+            )
+        )
+
+
+def prefill(**changes: Any) -> FakeWorker:
+    return FakeWorker(WorkerRole.WORKER_ROLE_PREFILL, **changes)
+
+
+def decode(**changes: Any) -> FakeWorker:
+    return FakeWorker(WorkerRole.WORKER_ROLE_DECODE, **changes)
+
+
+@asynccontextmanager
+async def started(*workers: FakeWorker) -> AsyncIterator[None]:
+    """Runs fake workers."""
+    try:
+        for worker in workers:
+            await worker.start()
+        yield
+    finally:
+        await asyncio.gather(*(worker.stop() for worker in workers))
