@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+from graftline.engine.draft_head.config import DraftHeadConfig, DraftHeadKind
+from graftline.engine.models.config import ModelConfig
+from graftline.engine.tree_shape import TreeShape
 from graftline.errors import InvalidRequestError
 
 
@@ -32,6 +35,19 @@ def automatic_split(num_layers: int, num_stages: int, last_stage_cost: float) ->
     before = num_layers - last
     bounds = [before * stage // (num_stages - 1) for stage in range(num_stages)] if num_stages > 1 else [0]
     return (*(end - start for start, end in pairwise(bounds)), last)
+
+
+def last_stage_cost(model: ModelConfig, head: DraftHeadConfig | None, tree: TreeShape) -> float:
+    """Cost of head and drafter in target layers, counted in weights read a round (what decoding is bound by)."""
+    layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
+    cost = model.vocab_size * model.hidden_size
+    if head is not None:
+        width = head.hidden_size * (2 if head.kind is DraftHeadKind.EAGLE3 else 1)
+        attention = (head.num_heads + 2 * head.num_kv_heads) * head.head_dim * width
+        attention += head.num_heads * head.head_dim * head.hidden_size
+        draft_layer = attention + 3 * head.hidden_size * head.intermediate_size
+        cost += tree.depth * (draft_layer + head.draft_vocab_size * head.hidden_size)
+    return cost / layer
 
 
 def parse_split(text: str) -> tuple[int, ...]:

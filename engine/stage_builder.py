@@ -8,17 +8,17 @@ import torch
 from graftline.engine.config import EngineConfig
 from graftline.engine.draft_head.config import read_draft_head_config
 from graftline.engine.draft_layer import DraftLayer, TargetHead
-from graftline.engine.drafter import Drafter, scratch_pages_for
-from graftline.engine.kv_pool import KvGeometry, KvPool
+from graftline.engine.drafter import Drafter
+from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
+from graftline.engine.memory_plan import DTYPES, draft_geometry, draft_scratch_pages, plan_memory, target_geometry
 from graftline.engine.models.checkpoint import Checkpoint, open_checkpoint
+from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.dense import DenseModel
 from graftline.engine.stage import Stage
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import StagePools
 from graftline.errors import InvalidRequestError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
         with_embedding=is_first or (is_last and drafts),
         with_head=is_last,
     )
-    geometry = KvGeometry(len(layers), config.page_size, target.num_kv_heads, target.head_dim, dtype)
+    geometry = target_geometry(config, target, index)
     pool = KvPool(geometry, config.num_pages, first_layer=layers.start, device=device)
     gate = StepGate()
     drafter, draft_pool = None, None
@@ -67,7 +67,9 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
         gate=gate,
         device=device,
     )
-    return BuiltStage(stage, StagePools(index, pool, draft_pool), gate)
+    pools = StagePools(index, pool, draft_pool)
+    _check_planned(config, target, pools)
+    return BuiltStage(stage, pools, gate)
 
 
 def captured_layers(config: EngineConfig, num_layers: int, stage: int) -> tuple[int, ...]:
@@ -99,7 +101,19 @@ def _build_drafter(config: EngineConfig, checkpoint: Checkpoint, model: DenseMod
             f"{config.draft_head} was made for hidden size {head.target_hidden_size} and a vocabulary of "
             f"{head.vocab_size}; the target has {target.hidden_size} and {target.vocab_size}",
         )
-    geometry = KvGeometry(1, config.page_size, head.num_kv_heads, head.head_dim, dtype)
-    scratch = scratch_pages_for(config.tree, config.page_size, config.max_running)
-    pool = KvPool(geometry, config.num_pages, first_layer=0, scratch_pages=scratch, device=device)
+    pool = KvPool(
+        draft_geometry(config, head),
+        config.num_pages,
+        first_layer=0,
+        scratch_pages=draft_scratch_pages(config),
+        device=device,
+    )
     return Drafter(layer, pool, config.tree), pool
+
+
+def _check_planned(config: EngineConfig, target: ModelConfig, pools: StagePools) -> None:
+    """What was allocated must be what was planned, to the byte."""
+    head = read_draft_head_config(Path(config.draft_head)) if pools.draft is not None and config.draft_head else None
+    planned = plan_memory(config, target, head).stages[pools.stage].pool_bytes
+    allocated = pools.target.num_bytes + (pools.draft.num_bytes if pools.draft is not None else 0)
+    assert planned == allocated, f"stage {pools.stage}: {allocated} bytes of pools allocated, {planned} planned"
