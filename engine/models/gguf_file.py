@@ -83,13 +83,15 @@ class _Cursor:
         return self.scalar(_SCALARS[kind])
 
     def _array(self, kind: int, length: int) -> list[Any]:
+        if kind == _STRING:
+            return [self.string() for _ in range(length)]
         if kind not in _SCALARS:
-            return [self.value(kind) for _ in range(length)]
-        layout = struct.Struct(f"<{length}{_SCALARS[kind].format[1:]}")
-        end = self.position + layout.size
+            raise ValueError(f"a metadata array of unknown type {kind}")
+        item = _SCALARS[kind]
+        end = self.position + length * item.size
         if end > len(self._data):
             raise ValueError("the file ends inside its header")
-        values = layout.unpack_from(self._data, self.position)
+        values = struct.unpack_from(f"<{length}{item.format[1:]}", self._data, self.position)
         self.position = end
         return list(values)
 
@@ -153,6 +155,8 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, GgufTensor]
         metadata[key] = cursor.value(cursor.scalar(_U32))
     entries = [_read_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = int(metadata.get("general.alignment", 32))
+    if alignment < 1:
+        raise ValueError(f"general.alignment is {alignment}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in entries:

@@ -54,11 +54,11 @@ def whole(path: Path, dtype: torch.dtype = torch.float32) -> DenseModel:
 def test_logits_equal_transformers(case: str, save_tiny: Any) -> None:
     kind, overrides = CASES[case]
     path, oracle = save_tiny(kind, **overrides)
-    ids = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 97, (70,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = oracle(ids.unsqueeze(0)).logits[0]
     model = whole(path)
-    logits = forward(model, ids.tolist(), 0, OneRequestKv(model, 150))
+    logits = forward(model, ids.tolist(), 0, OneRequestKv(model, 70))
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().max() <= 1e-4
     assert expected.std() > 0.1
