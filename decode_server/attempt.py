@@ -112,6 +112,7 @@ class Attempt:
         self._settings = settings
         self._on_ended = on_ended
         self._state = handoff.State(wants_pages=request.num_earlier_tokens + 1 < request.stopping.max_tokens)
+        self._posted: deque[handoff.Message] = deque()
         self._first_token: Token | None = None
         self._loop = asyncio.get_running_loop()
         self._to_prefill: asyncio.Queue[prefill_pb2.PrefillRequest | None] = asyncio.Queue()
@@ -195,9 +196,16 @@ class Attempt:
     # --- the machine -----------------------------------------------------------------------------------------
 
     def post(self, message: handoff.Message) -> None:
-        """Takes a message and acts on it; never blocks."""
-        if self._state.ended:
+        """Takes a message and acts on it; never blocks. An action may post in its turn."""
+        self._posted.append(message)
+        if len(self._posted) > 1:
             return
+        while self._posted:
+            if not self._state.ended:
+                self._step(self._posted[0])
+            self._posted.popleft()
+
+    def _step(self, message: handoff.Message) -> None:
         self._state, actions = handoff.step(self._state, message)
         for action in actions:
             self._do(action)
@@ -239,13 +247,12 @@ class Attempt:
         try:
             self._engine.reserve(self.request, self._deliver)
         except GraftlineError as error:
-            self._loop.call_soon(self.post, handoff.ReserveRefused(error))
+            self.post(handoff.ReserveRefused(error))
 
     def _emit(self, tokens: tuple[Token, ...]) -> None:
         self.inbox.put(tokens)
         if len(self.inbox) > self._settings.max_unsent_tokens:
-            too_slow = OutOfCapacityError(f"the caller left {len(self.inbox)} tokens unread")
-            self._loop.call_soon(self.cancel, too_slow)
+            self.cancel(OutOfCapacityError(f"the caller left {len(self.inbox)} tokens unread"))
 
     def _deliver(self, event: DecodeEvent) -> None:
         """Called from the engine's thread."""

@@ -250,7 +250,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _send(self, context: Any, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
         try:
-            await asyncio.wait_for(context.write(message), self._settings.send_timeout_s)
+            # Not `wait_for`: before Python 3.12 it swallows a cancel that meets the end of what it waits for.
+            async with asyncio.timeout(self._settings.send_timeout_s):
+                await context.write(message)
         except TimeoutError as error:
             timeout_s = self._settings.send_timeout_s
             raise OutOfCapacityError(f"the caller read nothing for {timeout_s:g} s") from error

@@ -5,6 +5,7 @@ is still there.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from graftline.engine.request import Request
@@ -28,6 +29,7 @@ class HandoffDriver:
         self._engine = engine
         self._on_ended = on_ended
         self._state = handoff.State()
+        self._posted: deque[handoff.Message] = deque()
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(timeout_s, self.post, handoff.Cancel())
 
@@ -55,9 +57,16 @@ class HandoffDriver:
         self.post(handoff.SetDestination(destination))
 
     def post(self, message: handoff.Message) -> None:
-        """Takes a message and acts on it; never blocks."""
-        if self._state.ended:
+        """Takes a message and acts on it; never blocks. An action may post in its turn."""
+        self._posted.append(message)
+        if len(self._posted) > 1:
             return
+        while self._posted:
+            if not self._state.ended:
+                self._step(self._posted[0])
+            self._posted.popleft()
+
+    def _step(self, message: handoff.Message) -> None:
         self._state, actions = handoff.step(self._state, message)
         for action in actions:
             self._do(action)
@@ -80,14 +89,11 @@ class HandoffDriver:
         try:
             self._engine.submit(self._started_request(), self._decode_incarnation, self._real_tree, self._deliver)
         except InvalidRequestError as error:
-            self._post_soon(handoff.Refused(PrefillFailure.INVALID_REQUEST, str(error)))
+            self.post(handoff.Refused(PrefillFailure.INVALID_REQUEST, str(error)))
         except OutOfCapacityError as error:
-            self._post_soon(handoff.Refused(PrefillFailure.OUT_OF_CAPACITY, str(error)))
+            self.post(handoff.Refused(PrefillFailure.OUT_OF_CAPACITY, str(error)))
         except GraftlineError as error:
-            self._post_soon(handoff.Refused(PrefillFailure.DRAINING, str(error)))
-
-    def _post_soon(self, message: handoff.Message) -> None:
-        self._loop.call_soon(self.post, message)
+            self.post(handoff.Refused(PrefillFailure.DRAINING, str(error)))
 
     def _deliver(self, event: PrefillEvent) -> None:
         """Called from the engine's thread."""

@@ -164,15 +164,22 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def _write(self, driver: HandoffDriver, context: Any) -> None:
         while True:
-            try:
-                event = await asyncio.wait_for(driver.outbox.get(), self._settings.alive_interval_s)
-            except TimeoutError:
-                if driver.started:
-                    await asyncio.wait_for(context.write(_ALIVE), self._settings.send_timeout_s)
+            event = await self._next_event(driver)
+            if event is None and not driver.started:
                 continue
-            await asyncio.wait_for(context.write(response_of(event)), self._settings.send_timeout_s)
+            # Not `wait_for`: before Python 3.12 it swallows a cancel that meets the end of what it waits for.
+            async with asyncio.timeout(self._settings.send_timeout_s):
+                await context.write(_ALIVE if event is None else response_of(event))
             if isinstance(event, PrefillFinished | PrefillFailed | Drained):
                 return
+
+    async def _next_event(self, driver: HandoffDriver) -> PrefillEvent | None:
+        """The next event for the decode, or None when it is time for a sign of life."""
+        try:
+            async with asyncio.timeout(self._settings.alive_interval_s):
+                return await driver.outbox.get()
+        except TimeoutError:
+            return None
 
     def _on_request(self, driver: HandoffDriver, request: prefill_pb2.PrefillRequest) -> None:
         match request.WhichOneof("message"):
