@@ -1,0 +1,217 @@
+"""From layouts and unit ids to the fewest copies that move exactly the wanted bytes.
+
+A planner is built once for a source stage and a peer incarnation. It pairs buffers by key, so stage counts and layer
+splits may differ between the two sides, and joins what lies side by side on both of them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graftline.errors import IncompatibleError, InvalidRequestError
+from graftline.kv_transfer.layout import BufferKind, BufferLayout, StageLayout, WorkerLayout
+
+
+class Copy(NamedTuple):
+    """`num_bytes` bytes from `src_address` here to `dst_address` in the peer's memory."""
+
+    src_address: int
+    dst_address: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Bytes that are adjacent inside a unit on both sides; the same for every unit."""
+
+    src_base: int
+    dst_base: int
+    num_bytes: int
+    src_stride: int
+    dst_stride: int
+    src_units: int
+    dst_units: int
+
+    @property
+    def spans_units(self) -> bool:
+        """Whether the segment fills its unit on both sides, so that neighbouring units join."""
+        return self.num_bytes == self.src_stride == self.dst_stride
+
+    def continued_by(self, other: "_Segment") -> bool:
+        """Whether `other` starts where this one ends, on both sides of every unit."""
+        return (
+            self.src_base + self.num_bytes == other.src_base
+            and self.dst_base + self.num_bytes == other.dst_base
+            and self.src_stride == other.src_stride
+            and self.dst_stride == other.dst_stride
+        )
+
+    def joined(self, other: "_Segment") -> "_Segment":
+        return _Segment(
+            self.src_base,
+            self.dst_base,
+            self.num_bytes + other.num_bytes,
+            self.src_stride,
+            self.dst_stride,
+            min(self.src_units, other.src_units),
+            min(self.dst_units, other.dst_units),
+        )
+
+
+class CopyPlanner:
+    """Plans the writes of one source stage into one peer.
+
+    Args:
+        source: the stage whose memory is read.
+        destination: all stages of the peer.
+
+    Raises:
+        IncompatibleError: the peer lacks a key of this stage, or holds it with another dtype or unit size.
+    """
+
+    def __init__(self, source: StageLayout, destination: WorkerLayout) -> None:
+        require_receivable(source, destination)
+        self._source = source
+        self._destination = destination
+        self._segments: dict[frozenset[BufferKind], dict[str, tuple[_Segment, ...]]] = {}
+
+    @property
+    def session_ids(self) -> tuple[str, ...]:
+        """The peer's sessions that this stage ever writes to, in stage order."""
+        targets = self._destination.by_key()
+        written = {targets[buffer.key][0].session_id for buffer in self._source.buffers}
+        return tuple(session_id for session_id in self._destination.session_ids if session_id in written)
+
+    def plan(self, kinds: AbstractSet[BufferKind], units: Sequence[tuple[int, int]]) -> dict[str, list[Copy]]:
+        """The copies for some units, by destination session; sessions without copies are left out.
+
+        Args:
+            kinds: which buffers to move; all of them have the same kind of unit (pages, or slots).
+            units: (id here, id at the peer), in order of position; no peer id twice.
+
+        Raises:
+            InvalidRequestError: an id of the peer that its pool does not have, or one that is repeated.
+        """
+        if not units:
+            return {}
+        segments = self._segments_of(frozenset(kinds))
+        if len({dst for _, dst in units}) != len(units):
+            raise InvalidRequestError("destination units", f"{[dst for _, dst in units]} repeat an id")
+        return {
+            session_id: [copy for segment in session for copy in _copies(segment, units)]
+            for session_id, session in segments.items()
+        }
+
+    def _segments_of(self, kinds: frozenset[BufferKind]) -> dict[str, tuple[_Segment, ...]]:
+        found = self._segments.get(kinds)
+        if found is None:
+            assert len({kind.unit for kind in kinds}) == 1, f"{sorted(kinds)} mix pages and slots"
+            found = self._segments[kinds] = _segments(self._source, self._destination, kinds)
+        return found
+
+
+def require_receivable(source: StageLayout, destination: WorkerLayout) -> None:
+    """Passes when the peer has a fitting place for every buffer of a stage.
+
+    Raises:
+        IncompatibleError: names every buffer that is absent there or differs in dtype or unit size.
+    """
+    targets = destination.by_key()
+    problems: dict[str, str] = {}
+    for buffer in source.buffers:
+        name = str(buffer.key)
+        if buffer.key not in targets:
+            problems[name] = f"{name}: the destination has no such buffer"
+            continue
+        target = targets[buffer.key][1]
+        differing = [
+            f"{field} is {ours} here, {theirs} at the destination"
+            for field, ours, theirs in (
+                ("dtype", buffer.dtype, target.dtype),
+                ("unit_bytes", buffer.unit_bytes, target.unit_bytes),
+            )
+            if ours != theirs
+        ]
+        if differing:
+            problems[name] = f"{name}: {'; '.join(differing)}"
+    if problems:
+        raise IncompatibleError(tuple(problems), "\n".join(problems.values()))
+
+
+def require_matched(source: WorkerLayout, destination: WorkerLayout) -> None:
+    """Passes when every buffer of either worker has its fitting partner in the other.
+
+    Raises:
+        IncompatibleError: see `require_receivable`; also names destination buffers that nobody would fill.
+    """
+    for stage in source.stages:
+        require_receivable(stage, destination)
+    unfilled = source.missing(destination.keys)
+    if unfilled:
+        names = tuple(str(key) for key in unfilled)
+        raise IncompatibleError(names, f"the source has no buffer for {', '.join(names)}")
+
+
+def _segments(
+    source: StageLayout, destination: WorkerLayout, kinds: frozenset[BufferKind]
+) -> dict[str, tuple[_Segment, ...]]:
+    targets = destination.by_key()
+    by_session: dict[str, list[_Segment]] = {}
+    for buffer in sorted(source.buffers, key=lambda buffer: buffer.base_address):
+        if buffer.key.kind in kinds:
+            stage, target = targets[buffer.key]
+            by_session.setdefault(stage.session_id, []).append(_segment(buffer, target))
+    return {session_id: tuple(_joined(segments)) for session_id, segments in by_session.items()}
+
+
+def _segment(source: BufferLayout, target: BufferLayout) -> _Segment:
+    return _Segment(
+        source.base_address,
+        target.base_address,
+        source.unit_bytes,
+        source.unit_stride_bytes,
+        target.unit_stride_bytes,
+        source.num_units,
+        target.num_units,
+    )
+
+
+def _joined(segments: Iterable[_Segment]) -> Iterator[_Segment]:
+    """Joins neighbours of a run sorted by source address."""
+    current: _Segment | None = None
+    for segment in segments:
+        if current is not None and current.continued_by(segment):
+            current = current.joined(segment)
+            continue
+        if current is not None:
+            yield current
+        current = segment
+    if current is not None:
+        yield current
+
+
+def _copies(segment: _Segment, units: Sequence[tuple[int, int]]) -> Iterator[Copy]:
+    """One copy a unit, or one a run of consecutive units when the segment fills them."""
+    run_src, run_dst, run_len = units[0][0], units[0][1], 0
+    for src, dst in units:
+        _require_unit(segment, src, dst)
+        if run_len and not (segment.spans_units and src == run_src + run_len and dst == run_dst + run_len):
+            yield _run(segment, run_src, run_dst, run_len)
+            run_src, run_dst, run_len = src, dst, 0
+        run_len += 1
+    yield _run(segment, run_src, run_dst, run_len)
+
+
+def _run(segment: _Segment, src: int, dst: int, num_units: int) -> Copy:
+    return Copy(
+        segment.src_base + src * segment.src_stride,
+        segment.dst_base + dst * segment.dst_stride,
+        segment.num_bytes * num_units,
+    )
+
+
+def _require_unit(segment: _Segment, src: int, dst: int) -> None:
+    assert 0 <= src < segment.src_units, f"source unit {src} is outside [0, {segment.src_units})"
+    if not 0 <= dst < segment.dst_units:
+        raise InvalidRequestError("destination units", f"{dst} is outside [0, {segment.dst_units})")
