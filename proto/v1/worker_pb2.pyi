@@ -172,7 +172,9 @@ class WatchResponse(_message.Message):
     pages_free: _builtins.int
     pages_quarantined: _builtins.int
     progress: _builtins.int
-    """Steps (prefill) or rounds (decode) since start. With work at hand and no advance a worker is hung."""
+    """Advances with every step (prefill) or round (decode), and while the loop turns with nothing to compute (waiting for a
+    peer is no hanging). With work at hand and no advance a worker is hung.
+    """
     tokens_per_s: _builtins.float
     """Output tokens a second over the last seconds."""
     accept_length: _builtins.float

@@ -36,7 +36,11 @@ LATENCY_BUCKETS_S = (
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table."""
+    """A row of the table.
+
+    Attributes:
+        at_scrape: read from its owner at every scrape, by a collector; it has no instrument.
+    """
 
     name: str
     kind: Kind
@@ -44,6 +48,7 @@ class Metric:
     roles: frozenset[ProcessRole]
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    at_scrape: bool = False
 
 
 def _router(
@@ -152,7 +157,155 @@ ROUTER_METRICS = (
     WORKER_OPEN_REQUESTS,
     WORKER_LOST,
 )
-TABLE: tuple[Metric, ...] = ROUTER_METRICS
+# --- workers -------------------------------------------------------------------------------------------------
+# What the engine counts is read from it at every scrape, so that nothing freezes when a worker is idle.
+
+_WORKERS = frozenset({ProcessRole.PREFILL, ProcessRole.DECODE})
+
+
+def _engine(
+    name: str,
+    kind: Kind,
+    help_text: str,
+    labels: tuple[str, ...] = (),
+    roles: frozenset[ProcessRole] = _WORKERS,
+) -> Metric:
+    return Metric(f"graftline_{name}", kind, help_text, roles, labels, at_scrape=True)
+
+
+def _service(
+    name: str,
+    kind: Kind,
+    help_text: str,
+    labels: tuple[str, ...] = (),
+    buckets: tuple[float, ...] = (),
+    roles: frozenset[ProcessRole] = _WORKERS,
+) -> Metric:
+    return Metric(f"graftline_{name}", kind, help_text, roles, labels, buckets)
+
+
+_PREFILL = frozenset({ProcessRole.PREFILL})
+_DECODE = frozenset({ProcessRole.DECODE})
+
+WORKER_UP = _engine("worker_up", Kind.GAUGE, "1 while the engine runs, 0 once it failed.", ("role",))
+WORKER_OPEN = _engine(
+    "worker_open_requests", Kind.GAUGE, "Requests the service has not ended, vanished callers' included.", ("role",)
+)
+WORKER_QUEUED = _engine("worker_queued_requests", Kind.GAUGE, "Requests waiting for pages and a slot.", ("role",))
+WORKER_QUEUED_TOKENS = _engine("worker_queued_tokens", Kind.GAUGE, "Prompt tokens not yet computed.", ("role",))
+WORKER_RUNNING = _engine("worker_running_requests", Kind.GAUGE, "Requests that hold a slot.", ("role",))
+WORKER_PAGES = _engine(
+    "worker_pages", Kind.GAUGE, "Pages by state: free, used, cached, quarantined.", ("role", "state")
+)
+WORKER_SLOTS = _engine("worker_slots", Kind.GAUGE, "Request slots by state: free, used.", ("role", "state"))
+WORKER_STAGE_BUSY = _engine(
+    "worker_stage_busy_seconds_total", Kind.COUNTER, "Seconds a stage computed.", ("role", "stage")
+)
+WORKER_STAGE_STEPS = _engine("worker_stage_steps_total", Kind.COUNTER, "Steps a stage computed.", ("role", "stage"))
+WORKER_STARTED = _service("worker_requests_started_total", Kind.COUNTER, "Requests taken.", ("role",))
+WORKER_ENDED = _service(
+    "worker_requests_ended_total",
+    Kind.COUNTER,
+    "Requests taken that ended, by outcome: finished or stop or length, cancelled, an error. Started minus ended is open.",
+    ("role", "outcome"),
+)
+WORKER_REQUEST_TIME = _service(
+    "worker_request_seconds", Kind.HISTOGRAM, "Request taken to its end here.", ("role",), LATENCY_BUCKETS_S
+)
+WORKER_FIRST_TOKEN_TIME = _service(
+    "worker_time_to_first_token_seconds",
+    Kind.HISTOGRAM,
+    "Request taken to its first token here.",
+    ("role",),
+    LATENCY_BUCKETS_S,
+)
+
+PREFILL_STEPS = _engine("prefill_steps_total", Kind.COUNTER, "Steps (one or more chunks each).", (), _PREFILL)
+PREFILL_COMPUTED = _engine(
+    "prefill_computed_tokens_total", Kind.COUNTER, "Prompt tokens computed, retries included.", (), _PREFILL
+)
+PREFILL_CACHED = _engine(
+    "prefill_cached_tokens_total", Kind.COUNTER, "Prompt tokens found in the prefix cache.", (), _PREFILL
+)
+PREFILL_SENT_BYTES = _engine(
+    "prefill_sent_bytes_total", Kind.COUNTER, "Bytes written to decodes and acknowledged.", (), _PREFILL
+)
+PREFILL_SEND_TIME = _engine(
+    "prefill_send_seconds_total", Kind.COUNTER, "Seconds that writes took, summed over stages.", (), _PREFILL
+)
+PREFILL_SENDS = _engine("prefill_sends_total", Kind.COUNTER, "Write orders answered by a stage.", (), _PREFILL)
+PREFILL_FAILED_SENDS = _engine(
+    "prefill_failed_sends_total", Kind.COUNTER, "Write orders that failed while their request was wanted.", (), _PREFILL
+)
+
+DECODE_ROUNDS = _engine("decode_rounds_total", Kind.COUNTER, "Rounds of microbatches.", (), _DECODE)
+DECODE_REQUEST_ROUNDS = _engine(
+    "decode_request_rounds_total", Kind.COUNTER, "Rounds, counted once for every request in them.", (), _DECODE
+)
+DECODE_OUTPUT_TOKENS = _engine("decode_output_tokens_total", Kind.COUNTER, "Tokens emitted by rounds.", (), _DECODE)
+DECODE_DRAFTED = _engine("decode_drafted_tokens_total", Kind.COUNTER, "Draft nodes verified.", (), _DECODE)
+DECODE_ACCEPTED = _engine("decode_accepted_tokens_total", Kind.COUNTER, "Draft nodes accepted.", (), _DECODE)
+DECODE_FIRST_ROUNDS = _engine("decode_first_rounds_total", Kind.COUNTER, "First rounds after a handoff.", (), _DECODE)
+DECODE_FIRST_DRAFTED = _engine(
+    "decode_first_round_drafted_tokens_total", Kind.COUNTER, "Draft nodes verified in first rounds.", (), _DECODE
+)
+DECODE_FIRST_ACCEPTED = _engine(
+    "decode_first_round_accepted_tokens_total", Kind.COUNTER, "Draft nodes accepted in first rounds.", (), _DECODE
+)
+DECODE_PREEMPTIONS = _engine(
+    "decode_preemptions_total", Kind.COUNTER, "Times a request's pages were taken from it.", (), _DECODE
+)
+DECODE_QUARANTINES = _service(
+    "decode_quarantines_total",
+    Kind.COUNTER,
+    "Reservations whose prefill was lost while it could write.",
+    (),
+    (),
+    _DECODE,
+)
+DECODE_INTER_TOKEN = _service(
+    "decode_inter_token_seconds",
+    Kind.HISTOGRAM,
+    "Time between two messages of a request, divided by the tokens of the later one.",
+    (),
+    LATENCY_BUCKETS_S,
+    _DECODE,
+)
+
+WORKER_METRICS = (
+    WORKER_UP,
+    WORKER_OPEN,
+    WORKER_QUEUED,
+    WORKER_QUEUED_TOKENS,
+    WORKER_RUNNING,
+    WORKER_PAGES,
+    WORKER_SLOTS,
+    WORKER_STAGE_BUSY,
+    WORKER_STAGE_STEPS,
+    WORKER_STARTED,
+    WORKER_ENDED,
+    WORKER_REQUEST_TIME,
+    WORKER_FIRST_TOKEN_TIME,
+    PREFILL_STEPS,
+    PREFILL_COMPUTED,
+    PREFILL_CACHED,
+    PREFILL_SENT_BYTES,
+    PREFILL_SEND_TIME,
+    PREFILL_SENDS,
+    PREFILL_FAILED_SENDS,
+    DECODE_ROUNDS,
+    DECODE_REQUEST_ROUNDS,
+    DECODE_OUTPUT_TOKENS,
+    DECODE_DRAFTED,
+    DECODE_ACCEPTED,
+    DECODE_FIRST_ROUNDS,
+    DECODE_FIRST_DRAFTED,
+    DECODE_FIRST_ACCEPTED,
+    DECODE_PREEMPTIONS,
+    DECODE_QUARANTINES,
+    DECODE_INTER_TOKEN,
+)
+TABLE: tuple[Metric, ...] = (*ROUTER_METRICS, *WORKER_METRICS)
 
 
 class Metrics:
@@ -164,7 +317,7 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         for metric in table:
-            if role in metric.roles:
+            if role in metric.roles and not metric.at_scrape:
                 self._add(metric)
 
     def counter(self, metric: Metric) -> Counter:
@@ -178,6 +331,11 @@ class Metrics:
     def histogram(self, metric: Metric) -> Histogram:
         """The instrument of a row."""
         return self._histograms[metric.name]
+
+    def total(self, metric: Metric) -> float:
+        """The value of a counter, summed over its labels."""
+        samples = (sample for family in self._counters[metric.name].collect() for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
     def exposition(self) -> bytes:
         """All current values in Prometheus' text format."""
