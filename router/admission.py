@@ -1,5 +1,6 @@
 """How many requests may be open, and which labels they carry."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,17 @@ class Admission:
         self._labels: set[str] = set()
         self.num_open = 0
         self.is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_until_idle(self, timeout_s: float) -> bool:
+        """Until no request is open; False when some still were after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     @contextmanager
     def admit(self, label: str) -> Iterator[None]:
@@ -34,10 +46,13 @@ class Admission:
         if label and label in self._labels:
             raise InvalidRequestError("request_id", f"{label!r} is the id of a request that is still open")
         self.num_open += 1
+        self._idle.clear()
         if label:
             self._labels.add(label)
         try:
             yield
         finally:
             self.num_open -= 1
+            if self.num_open == 0:
+                self._idle.set()
             self._labels.discard(label)

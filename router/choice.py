@@ -58,11 +58,25 @@ class Fleet:
     limits: RequestConfig
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which choice this is.
+
+    Attributes:
+        index: among everything the caller receives.
+        number: among the n choices of its prompt; decides its seed.
+        request_id: unique to the choice.
+    """
+
+    index: int
+    number: int
+    request_id: str
+
+
 class ChoiceRun:
     """One choice of a request.
 
     Args:
-        request_id: unique to this choice.
         deadline: of the event loop's clock; None for none.
         emit: takes every delta.
     """
@@ -71,26 +85,26 @@ class ChoiceRun:
         self,
         fleet: Fleet,
         plan: Plan,
-        choice: int,
-        request_id: str,
+        seat: Seat,
         deadline: float | None,
         emit: Callable[[Delta], None],
         observer: RequestObserver,
     ) -> None:
         self._fleet = fleet
         self._plan = plan
-        self._choice = choice
-        self._request_id = request_id
+        self._choice = seat.index
+        self._request_id = seat.request_id
         self._deadline = deadline
         self._emit = emit
         self._observer = observer
-        self._transcript = Transcript(plan, choice)
+        self._transcript = Transcript(plan, seat.index)
         self._figures = SpeculationFigures()
-        self._sampling = plan.sampling(choice)
+        self._sampling = plan.sampling(seat.number)
         self._stopping = plan.stopping()
         self._excluded: set[WorkerKey] = set()
         self._attempt = 0
         self._num_failures = 0
+        self._last_error: GraftlineError | None = None
         self._num_preemptions = 0
         self._cached_tokens = 0
 
@@ -230,6 +244,7 @@ class ChoiceRun:
             raise error
         if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise CancelledRequestError("the deadline passed") from error
+        self._last_error = error
         leg = failure.leg or Leg.DECODE
         self._observer.attempt_failed(leg, error)
         if isinstance(error, PreemptedError):
@@ -260,14 +275,14 @@ class ChoiceRun:
         wait_s = limits.resume_wait_s if self._transcript.token_ids else limits.pair_wait_s
         try:
             async with asyncio.timeout(wait_s):
-                return await self._wait_for_pair()
+                return await self._wait_for_pair(wait_s)
         except TimeoutError:
-            raise PeerUnavailableError(self._why_none()) from None
+            raise PeerUnavailableError(self._why_none()) from self._last_error
 
-    async def _wait_for_pair(self) -> Pair:
+    async def _wait_for_pair(self, wait_s: float) -> Pair:
         if self._excluded:
             # Nobody else can take it: those that failed get another chance, after a pause.
-            pause_s = min(RETRY_PAUSE_S * 2**self._num_failures, RETRY_PAUSE_MAX_S)
+            pause_s = min(RETRY_PAUSE_S * 2 ** (self._num_failures - 1), RETRY_PAUSE_MAX_S, wait_s / 2)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             self._excluded.clear()
         while True:

@@ -14,7 +14,7 @@ from graftline.metrics import REQUESTS_REFUSED, SLOW_CONSUMERS_CUT, TOKENIZE, Me
 from graftline.proto import validation
 from graftline.proto.v1.router_pb2 import GenerateRequest
 from graftline.router.admission import Admission
-from graftline.router.choice import ChoiceRun, Fleet
+from graftline.router.choice import ChoiceRun, Fleet, Seat
 from graftline.router.model import ServedModel
 from graftline.router.observer import ModelInstruments, RequestObserver
 from graftline.router.outbox import Outbox, SlowConsumerError
@@ -82,45 +82,61 @@ class Generator:
         return named[0]
 
     @asynccontextmanager
-    async def open(self, request: GenerateRequest, timeout_s: float | None) -> AsyncIterator[Generation]:
-        """Admits and runs a request for as long as the block is open; leaving the block ends it everywhere.
+    async def open(self, requests: Sequence[GenerateRequest], timeout_s: float | None) -> AsyncIterator[Generation]:
+        """Admits and runs requests for as long as the block is open; leaving the block ends them everywhere.
+
+        Their choices are numbered through. When one fails all are cancelled.
 
         Args:
             timeout_s: seconds until the caller's deadline, None for none.
 
         Raises:
-            GraftlineError: the request is refused; iteration raises what it fails with later.
+            GraftlineError: a request is refused; iteration raises what one fails with later.
         """
         received_at = time.monotonic()
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         with ExitStack() as stack:
             try:
-                validation.check_request_id(request.request_id)
-                stack.enter_context(self._admission.admit(request.request_id))
-                plan = await self._plan(request)
+                for request in requests:
+                    validation.check_request_id(request.request_id)
+                    stack.enter_context(self._admission.admit(request.request_id))
+                plans = [await self._plan(request) for request in requests]
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
                 raise
-            observer = RequestObserver(self._instruments_of(plan.model), received_at)
-            stack.callback(observer.ended)
-            async with self._running(plan, deadline, observer) as generation:
+            observers = [RequestObserver(self._instruments_of(plan.model), received_at) for plan in plans]
+            for observer in observers:
+                stack.callback(observer.ended)
+            async with self._running(list(zip(plans, observers, strict=True)), deadline) as generation:
                 yield generation
 
     @asynccontextmanager
     async def _running(
-        self, plan: Plan, deadline: float | None, observer: RequestObserver
+        self, planned: Sequence[tuple[Plan, RequestObserver]], deadline: float | None
     ) -> AsyncIterator[Generation]:
-        num_choices = plan.parameters.num_choices
-        outbox = Outbox(num_choices, self._fleet.limits.max_unread_tokens)
         request_id = uuid.uuid4().hex
+        choices = [(plan, observer, seat) for plan, observer in planned for seat in range(plan.parameters.num_choices)]
+        outbox = Outbox(len(choices), self._fleet.limits.max_unread_tokens)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._run(plan, choice, request_id, deadline, outbox, observer))
-                for choice in range(num_choices)
+                tasks.create_task(
+                    self._run(
+                        ChoiceRun(
+                            self._fleet,
+                            plan,
+                            Seat(index, seat, request_id if len(choices) == 1 else f"{request_id}.{index}"),
+                            deadline,
+                            outbox.put,
+                            observer,
+                        ),
+                        outbox,
+                    )
+                )
+                for index, (plan, observer, seat) in enumerate(choices)
             ]
             try:
-                yield Generation(request_id, plan.model, num_choices, outbox)
+                yield Generation(request_id, planned[0][0].model, len(choices), outbox)
             except Exception as error:
                 # Raised again below: a task group would wrap it.
                 failure = error
@@ -128,20 +144,11 @@ class Generator:
                 for task in running:
                     task.cancel()
         if failure is not None:
-            observer.failed(failure)
+            for _, observer in planned:
+                observer.failed(failure)
             raise failure
 
-    async def _run(
-        self,
-        plan: Plan,
-        choice: int,
-        request_id: str,
-        deadline: float | None,
-        outbox: Outbox,
-        observer: RequestObserver,
-    ) -> None:
-        choice_id = request_id if plan.parameters.num_choices == 1 else f"{request_id}.{choice}"
-        run = ChoiceRun(self._fleet, plan, choice, choice_id, deadline, outbox.put, observer)
+    async def _run(self, run: ChoiceRun, outbox: Outbox) -> None:
         try:
             await run.run()
         except SlowConsumerError as error:
@@ -150,7 +157,7 @@ class Generator:
         except GraftlineError as error:
             outbox.fail(error)
         except Exception as error:
-            logger.exception("request %s failed", choice_id)
+            logger.exception("a request failed")
             outbox.fail(InternalError(f"{type(error).__name__}: {error}"))
 
     async def _plan(self, request: GenerateRequest) -> Plan:

@@ -13,6 +13,8 @@ from graftline.router.admission import Admission
 from graftline.router.choice import Fleet
 from graftline.router.config import RouterConfig
 from graftline.router.generation import Generator
+from graftline.router.http_app import HttpApp
+from graftline.router.http_server import running_http
 from graftline.router.model import ModelStore
 from graftline.router.pairing import Pairing
 from graftline.router.policy import make_policies
@@ -87,14 +89,26 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
         service = RouterService(generator, registry, admission, config.requests.write_timeout_s)
         rpc.add(add_RouterServiceServicer_to_server, service, SERVICE_NAME)
         await stack.enter_async_context(_running(registry))
+        http_address: str | None = None
+        if config.http_listen is not None:
+            http = HttpApp(
+                generator,
+                registry,
+                admission,
+                metrics,
+                tokens=config.tokens,
+                write_timeout_s=config.requests.write_timeout_s,
+            )
+            http_address = await stack.enter_async_context(running_http(http.app, config.http_listen, tls=config.tls))
         await rpc.start()
-        router = Router(rpc.address, None, registry, generator, admission, metrics, rpc)
+        router = Router(rpc.address, http_address, registry, generator, admission, metrics, rpc)
         try:
             await rpc.set_serving(True)
             yield router
         finally:
             await router.drain()
-            await rpc.stop(config.drain_grace_s if admission.num_open else 0)
+            await admission.wait_until_idle(config.drain_grace_s)
+            await rpc.stop(0)
 
 
 @asynccontextmanager

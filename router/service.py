@@ -32,7 +32,7 @@ class RouterService(RouterServiceServicer):
 
     async def Generate(self, request: GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """Streams what is generated; a client that takes too long over a message is cut."""
-        async with rpc_border(context), self._generator.open(request, context.time_remaining()) as generation:
+        async with rpc_border(context), self._generator.open([request], context.time_remaining()) as generation:
             async for delta in generation:
                 try:
                     async with asyncio.timeout(self._write_timeout_s):

@@ -1,0 +1,242 @@
+"""The HTTP face of the router: OpenAI's completions, health, metrics."""
+
+import asyncio
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from graftline.errors import GraftlineError, InternalError, InvalidRequestError, UnauthenticatedError
+from graftline.metrics import CONTENT_TYPE, SPECULATION_ACCEPTED, SPECULATION_ROUNDS, Metrics
+from graftline.proto.channel_options import MAX_MESSAGE_BYTES
+from graftline.router.admission import Admission
+from graftline.router.generation import Generation, Generator
+from graftline.router.openai.answer import Answer
+from graftline.router.openai.errors import error_body, error_headers, http_status
+from graftline.router.openai.request import OpenAiRequest, chat_request, completion_request
+from graftline.router.outbox import SlowConsumerError
+from graftline.router.registry import Registry
+
+Translate = Callable[[bytes], OpenAiRequest]
+
+
+class HttpApp:
+    """Holds what the routes need; `app` is the ASGI application."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        registry: Registry,
+        admission: Admission,
+        metrics: Metrics,
+        *,
+        tokens: Sequence[str],
+        write_timeout_s: float,
+    ) -> None:
+        self._generator = generator
+        self._registry = registry
+        self._admission = admission
+        self._metrics = metrics
+        self._accepted = [f"Bearer {token}".encode() for token in tokens]
+        self._write_timeout_s = write_timeout_s
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._endpoint(chat_request), methods=["POST"]),
+                Route("/v1/completions", self._endpoint(completion_request), methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{model:path}", self._model),
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/metrics", self._show_metrics),
+                Route("/get_server_info", self._server_info),
+                Route("/server_info", self._server_info),
+            ]
+        )
+
+    def _endpoint(self, translate: Translate) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                self._authenticate(request)
+                translated = translate(await _body(request))
+                for part in translated.requests:
+                    part.request_id = request.headers.get("x-request-id", "") if len(translated.requests) == 1 else ""
+            except GraftlineError as error:
+                return _error(error)
+            return _Completion(self._generator, translated, self._write_timeout_s)
+
+        return endpoint
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._authenticate(request)
+        except GraftlineError as error:
+            return _error(error)
+        return _json({"object": "list", "data": self._model_list()})
+
+    async def _model(self, request: Request) -> Response:
+        try:
+            self._authenticate(request)
+            name = request.path_params["model"]
+            found = next((model for model in self._model_list() if model["id"] == name), None)
+            if found is None:
+                raise InvalidRequestError("model", f"{name[:200]!r} is not served")
+        except GraftlineError as error:
+            return _error(error)
+        return _json(found)
+
+    def _model_list(self) -> list[dict[str, Any]]:
+        models = {model.model_id: model for model in reversed(self._generator.models())}
+        return [
+            {
+                "id": model.model_id,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "graftline",
+                "max_model_len": self._registry.max_request_tokens(model),
+            }
+            for model in models.values()
+        ]
+
+    async def _health(self, request: Request) -> Response:
+        """Alive: the process answers."""
+        return _json({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        """Ready: some pair may serve requests, and this router takes new ones."""
+        if self._admission.is_draining:
+            return _json({"status": "draining"}, 503)
+        if not self._registry.has_pair():
+            states = {
+                f"{w.role.leg.value} {w.address}": w.status().reason or "available" for w in self._registry.workers
+            }
+            return _json({"status": "no usable pair of workers", "workers": states}, 503)
+        return _json({"status": "ok"})
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    async def _server_info(self, request: Request) -> Response:
+        """Where SGLang's serving benchmark looks for the accept length."""
+        rounds, accepted = self._metrics.total(SPECULATION_ROUNDS), self._metrics.total(SPECULATION_ACCEPTED)
+        length = (accepted + rounds) / rounds if rounds else None
+        return _json({"internal_states": [{"avg_spec_accept_length": length}]})
+
+    def _authenticate(self, request: Request) -> None:
+        if not self._accepted:
+            return
+        shown = request.headers.get("authorization", "").encode()
+        if True not in [hmac.compare_digest(shown, accepted) for accepted in self._accepted]:
+            raise UnauthenticatedError("a bearer token is required in the authorization header")
+
+
+class _Completion(Response):
+    """Runs a translated request while it answers it, and ends it when the client goes away in any phase."""
+
+    def __init__(self, generator: Generator, request: OpenAiRequest, write_timeout_s: float) -> None:
+        super().__init__()
+        self._generator = generator
+        self._request = request
+        self._write_timeout_s = write_timeout_s
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_until_disconnected(receive))
+            work = tasks.create_task(self._serve(scope, receive, send))
+            watch.add_done_callback(lambda _: work.cancel())
+            work.add_done_callback(lambda _: watch.cancel())
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            try:
+                async with self._generator.open(self._request.requests, None) as generation:
+                    answer = Answer(
+                        self._request, generation.request_id, generation.model.model_id, generation.model.vocabulary
+                    )
+                    if self._request.stream:
+                        await self._stream(generation, answer, send)
+                    else:
+                        async for delta in generation:
+                            answer.add(delta)
+                        await _json(answer.whole())(scope, receive, send)
+            except GraftlineError:
+                raise
+            except Exception as error:
+                raise InternalError(f"{type(error).__name__}: {error}") from error
+        except GraftlineError as error:
+            if not self._has_started:
+                await _error(error)(scope, receive, send)
+            else:
+                await self._send(send, _event(error_body(error)), more=False)
+
+    async def _stream(self, generation: Generation, answer: Answer, send: Send) -> None:
+        opened: set[int] = set()
+        async for delta in generation:
+            answer.add(delta)
+            events = []
+            if self._request.is_chat and delta.choice not in opened:
+                events.append(_event(answer.opening(delta.choice)))
+            opened.add(delta.choice)
+            events.append(_event(answer.chunk(delta)))
+            await self._send(send, b"".join(events))
+        ending = [_event(answer.usage_chunk())] if self._request.include_usage else []
+        await self._send(send, b"".join([*ending, b"data: [DONE]\n\n"]), more=False)
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                if not self._has_started:
+                    self._has_started = True
+                    await send(_STREAM_START)
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise SlowConsumerError(f"the client did not take a message for {self._write_timeout_s:g} s") from None
+
+
+_STREAM_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_MESSAGE_BYTES:
+                raise InvalidRequestError("body", f"is longer than {MAX_MESSAGE_BYTES} bytes")
+            pieces.append(piece)
+    except ClientDisconnect:
+        raise InvalidRequestError("body", "the client went away while sending it") from None
+    return b"".join(pieces)
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers=headers, media_type="application/json")
+
+
+def _error(error: GraftlineError) -> Response:
+    return _json(error_body(error), http_status(error), error_headers(error))

@@ -1,0 +1,156 @@
+"""What is generated, in the shapes of /v1/chat/completions and /v1/completions, whole or as chunks."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graftline.proto.v1.common_pb2 import FinishReason, TokenLogprob
+from graftline.proto.v1.router_pb2 import GenerateFinish
+from graftline.router.openai.request import OpenAiRequest
+from graftline.router.text.detokenizer import Vocabulary
+from graftline.router.transcript import Delta
+
+_REASONS: Mapping[int, str] = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What a choice has received so far."""
+
+    texts: list[str] = field(default_factory=list)
+    text_len: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: GenerateFinish | None = None
+
+
+class Answer:
+    """Builds the JSON of one answer. `add` every delta; then `chunk` (streaming) or, at the end, `whole`."""
+
+    def __init__(self, request: OpenAiRequest, request_id: str, model_id: str, vocabulary: Vocabulary) -> None:
+        self._request = request
+        self._vocabulary = vocabulary
+        self._choices = [_Choice() for _ in range(request.num_choices)]
+        self._head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request_id}",
+            "created": int(time.time()),
+            "model": request.model or model_id,
+        }
+
+    def add(self, delta: Delta) -> None:
+        """Takes a delta."""
+        choice = self._choices[delta.choice]
+        choice.texts.append(delta.text)
+        choice.text_len += len(delta.text)
+        choice.token_ids += delta.token_ids
+        choice.logprobs += delta.logprobs
+        choice.finish = delta.finish or choice.finish
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The first chunk of a chat choice: its role."""
+        return self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """A delta that was added just now, as a chunk."""
+        choice: dict[str, Any] = {"index": delta.choice}
+        if self._request.is_chat:
+            choice["delta"] = {"content": delta.text} if delta.text or delta.token_ids else {}
+        else:
+            choice["text"] = delta.text
+        choice["logprobs"] = self._logprobs(
+            delta.token_ids, delta.logprobs, self._choices[delta.choice].text_len - len(delta.text)
+        )
+        choice["finish_reason"] = _reason(delta.finish)
+        return self._chunk(choice)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The chunk without choices that ends a stream with include_usage."""
+        return {**self._chunk(None), "usage": self._usage()}
+
+    def whole(self) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        kind = "chat.completion" if self._request.is_chat else "text_completion"
+        choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+
+    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.texts)
+        shaped: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}}
+            if self._request.is_chat
+            else {"text": text}
+        )
+        return {
+            "index": index,
+            **shaped,
+            "logprobs": self._logprobs(choice.token_ids, choice.logprobs, 0),
+            "finish_reason": _reason(choice.finish),
+        }
+
+    def _chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._request.is_chat else "text_completion"
+        chunk = {**self._head, "object": kind, "choices": [] if choice is None else [choice]}
+        if self._request.include_usage:
+            chunk["usage"] = self._usage() if self._request.continuous_usage else None
+        return chunk
+
+    def _usage(self) -> dict[str, Any]:
+        """Prompts count once, whatever n is."""
+        finishes = [choice.finish for choice in self._choices if choice.finish is not None]
+        num_choices = len(self._choices) // len(self._request.requests)
+        firsts = [choice.finish.usage for choice in self._choices[::num_choices] if choice.finish is not None]
+        prompt_tokens = sum(usage.prompt_tokens for usage in firsts)
+        completion_tokens = sum(len(choice.token_ids) for choice in self._choices)
+        accepted = sum(finish.speculation.accepted for finish in finishes)
+        drafted = sum(finish.speculation.drafted for finish in finishes)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": max(0, drafted - accepted),
+            },
+        }
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], text_offset: int
+    ) -> dict[str, Any] | None:
+        if not self._request.requests[0].HasField("logprobs"):
+            return None
+        pairs = list(zip(token_ids, logprobs, strict=False))
+        if self._request.is_chat:
+            return {"content": [self._chat_logprob(token_id, entry) for token_id, entry in pairs], "refusal": None}
+        texts = [self._vocabulary.token_text(token_id) for token_id, _ in pairs]
+        offsets, offset = [], text_offset
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry.logprob for _, entry in pairs],
+            "top_logprobs": [
+                {self._vocabulary.token_text(top.token_id): top.logprob for top in entry.top} for _, entry in pairs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _chat_logprob(self, token_id: int, entry: TokenLogprob) -> dict[str, Any]:
+        return {
+            **self._named(token_id, entry.logprob),
+            "top_logprobs": [self._named(top.token_id, top.logprob) for top in entry.top],
+        }
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._vocabulary.token_text(token_id),
+            "logprob": logprob,
+            "bytes": list(self._vocabulary.token_bytes(token_id)),
+        }
+
+
+def _reason(finish: GenerateFinish | None) -> str | None:
+    return None if finish is None else _REASONS.get(finish.reason, "stop")

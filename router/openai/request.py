@@ -1,0 +1,257 @@
+"""OpenAI request bodies to GenerateRequests. Values are checked by the router's own rules later; here only shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graftline.errors import InvalidRequestError
+from graftline.proto import validation
+from graftline.proto.v1.router_pb2 import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
+from graftline.router.openai.fields import Fields, integer, number
+
+_INT32 = (-(1 << 31), (1 << 31) - 1)
+_INT64 = (-(1 << 63), (1 << 63) - 1)
+_IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "verbosity",
+    "return_token_ids",
+    "add_generation_prompt",
+    "add_special_tokens",
+    "spaces_between_special_tokens",
+    "priority",
+)
+_UNSUPPORTED = (
+    "tools",
+    "functions",
+    "function_call",
+    "audio",
+    "prediction",
+    "web_search_options",
+    "reasoning_effort",
+    "echo",
+    "suffix",
+    "use_beam_search",
+    "prompt_logprobs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "structured_outputs",
+    "regex",
+    "ebnf",
+    "json_schema",
+)
+_UNSUPPORTED_WHY = "this server does not support it"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiRequest:
+    """A translated body.
+
+    Attributes:
+        requests: one a prompt; choices are numbered through.
+        is_chat: which of the two shapes the answer takes.
+        model: the name the client used, echoed.
+    """
+
+    requests: tuple[GenerateRequest, ...]
+    is_chat: bool
+    model: str
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of all prompts."""
+        return sum(request.n if request.HasField("n") else 1 for request in self.requests)
+
+
+def chat_request(body: bytes) -> OpenAiRequest:
+    """Translates a body of /v1/chat/completions.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    fields = Fields.of_body(body)
+    request = GenerateRequest(chat=_chat(fields.take("messages")))
+    top_logprobs = fields.integer("top_logprobs", *_INT32)
+    if fields.flag("logprobs"):
+        request.logprobs = top_logprobs or 0
+    elif top_logprobs is not None:
+        raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
+    max_tokens = fields.integer("max_tokens", *_INT64)
+    newer = fields.integer("max_completion_tokens", *_INT64)
+    _read_common(fields, request, newer if newer is not None else max_tokens)
+    return _finished(fields, [request], is_chat=True)
+
+
+def completion_request(body: bytes) -> OpenAiRequest:
+    """Translates a body of /v1/completions; a list of prompts gives several requests.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    fields = Fields.of_body(body)
+    template = GenerateRequest()
+    logprobs = fields.take("logprobs")
+    if logprobs is True:
+        template.logprobs = 0
+    elif logprobs is not None and logprobs is not False:
+        template.logprobs = integer(logprobs, "logprobs", *_INT32)
+    prompts = _prompts(fields.take("prompt"))
+    max_tokens = fields.integer("max_tokens", *_INT64)
+    _read_common(fields, template, max_tokens)
+    requests = []
+    for prompt in prompts:
+        request = GenerateRequest()
+        request.CopyFrom(template)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.tokens.CopyFrom(TokenPrompt(token_ids=prompt))
+        requests.append(request)
+    return _finished(fields, requests, is_chat=False)
+
+
+def _read_common(fields: Fields, request: GenerateRequest, max_tokens: int | None) -> None:
+    if max_tokens is not None:
+        request.max_tokens = max_tokens
+    for name in ("temperature", "top_p", "min_p"):
+        value = fields.number(name)
+        if value is not None:
+            setattr(request, name, value)
+    for name, bounds in (("top_k", _INT32), ("n", _INT32), ("min_tokens", _INT64)):
+        whole = fields.integer(name, *bounds)
+        if whole is not None:
+            setattr(request, name, whole)
+    seed = fields.integer("seed", _INT64[0], validation.MAX_SEED)
+    if seed is not None:
+        request.seed = seed & validation.MAX_SEED
+    request.ignore_eos = fields.flag("ignore_eos")
+    request.stop.extend(_stop(fields.take("stop")))
+    request.stop_token_ids.extend(
+        integer(token_id, "stop_token_ids", *_INT64)
+        for token_id in _list(fields.take("stop_token_ids"), "stop_token_ids")
+    )
+    for token, bias in _object(fields.take("logit_bias"), "logit_bias").items():
+        if not token.isascii() or not token.isdigit() or int(token) >= 1 << 32:
+            raise InvalidRequestError("logit_bias", f"{token[:40]!r} is not a token id")
+        request.logit_bias[int(token)] = number(bias, "logit_bias")
+    skips = fields.take("skip_special_tokens")
+    if skips not in (None, True, False):
+        raise InvalidRequestError("skip_special_tokens", "is not a boolean")
+    request.keep_special_tokens = skips is False
+    _check_neutral(fields, "presence_penalty", 0)
+    _check_neutral(fields, "frequency_penalty", 0)
+    _check_neutral(fields, "repetition_penalty", 1)
+    _check_neutral(fields, "best_of", request.n or 1)
+    _check_neutral(fields, "tool_choice", "none")
+    _check_neutral(fields, "modalities", ["text"])
+    _check_neutral(fields, "response_format", {"type": "text"})
+
+
+def _finished(fields: Fields, requests: Sequence[GenerateRequest], *, is_chat: bool) -> OpenAiRequest:
+    model = fields.text("model") or ""
+    stream = fields.flag("stream")
+    options = Fields(_object(fields.take("stream_options"), "stream_options"))
+    include_usage, continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
+    options.ignore(["include_obfuscation"])
+    options.refuse_rest()
+    fields.refuse(_UNSUPPORTED, _UNSUPPORTED_WHY)
+    fields.ignore(_IGNORED)
+    fields.refuse_rest()
+    for request in requests:
+        request.model = model
+    return OpenAiRequest(tuple(requests), is_chat, model, stream, include_usage, continuous)
+
+
+def _chat(messages: Any) -> ChatPrompt:
+    if messages is None:
+        raise InvalidRequestError("messages", "is missing")
+    return ChatPrompt(messages=[_message(item, index) for index, item in enumerate(_list(messages, "messages"))])
+
+
+def _message(item: Any, index: int) -> ChatMessage:
+    where = f"messages[{index}]"
+    fields = Fields(_object(item, where))
+    role = fields.take("role")
+    if not isinstance(role, str):
+        raise InvalidRequestError(f"{where}.role", "is missing or not a string")
+    content = fields.take("content")
+    fields.ignore(["name", "tool_call_id", "annotations"])
+    for name in ("tool_calls", "function_call", "audio", "refusal"):
+        if fields.take(name):
+            raise InvalidRequestError(f"{where}.{name}", _UNSUPPORTED_WHY)
+    return ChatMessage(role="system" if role == "developer" else role, content=_content(content, f"{where}.content"))
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequestError(where, "is missing or null")
+    texts = []
+    for index, part in enumerate(_list(content, where)):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            raise InvalidRequestError(f"{where}[{index}]", "is not a part of type text; nothing else is supported")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    if prompt is None:
+        raise InvalidRequestError("prompt", "is missing")
+    if isinstance(prompt, str):
+        return [prompt]
+    items = _list(prompt, "prompt")
+    if not items:
+        raise InvalidRequestError("prompt", "the list is empty")
+    if isinstance(items[0], int):
+        return [_token_ids(items, "prompt")]
+    if len(items) > validation.MAX_CHOICES:
+        raise InvalidRequestError("prompt", f"{len(items)} prompts are more than {validation.MAX_CHOICES}")
+    return [
+        item if isinstance(item, str) else _token_ids(_list(item, f"prompt[{index}]"), f"prompt[{index}]")
+        for index, item in enumerate(items)
+    ]
+
+
+def _token_ids(items: list[Any], where: str) -> list[int]:
+    return [integer(item, f"{where}[{index}]", 0, (1 << 32) - 1) for index, item in enumerate(items)]
+
+
+def _stop(stop: Any) -> list[str]:
+    if isinstance(stop, str):
+        return [stop]
+    texts = _list(stop, "stop")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"stop[{index}]", "is not a string")
+    return texts
+
+
+def _check_neutral(fields: Fields, name: str, neutral: Any) -> None:
+    value = fields.take(name)
+    if value is not None and value != neutral:
+        raise InvalidRequestError(name, f"{str(value)[:80]} is not supported; leave it out or give {neutral}")
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise InvalidRequestError(where, "is not a list")
+    return value or []
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise InvalidRequestError(where, "is not an object")
+    return value or {}
