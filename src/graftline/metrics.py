@@ -206,7 +206,7 @@ WORKER_STARTED = _service("worker_requests_started_total", Kind.COUNTER, "Reques
 WORKER_ENDED = _service(
     "worker_requests_ended_total",
     Kind.COUNTER,
-    "Requests taken that ended, by outcome: finished or stop or length, cancelled, an error. Started minus ended is open.",
+    "Requests taken that ended, by outcome: finished, stop, length, or an error class. Started minus ended is open.",
     ("role", "outcome"),
 )
 WORKER_REQUEST_TIME = _service(
