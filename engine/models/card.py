@@ -58,11 +58,9 @@ def read_card(path: Path, config: ModelConfig) -> ModelCardData:
     tokenizer_path = path / "tokenizer.json"
     try:
         content = tokenizer_path.read_bytes()
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except OSError as error:
         raise InvalidRequestError("model", f"cannot read {tokenizer_path}: {error.strerror}") from error
-    except Exception as error:  # tokenizers raises bare Exception
-        raise InvalidRequestError("model", f"{tokenizer_path} is no tokenizers file: {error}") from error
+    tokenizer = load_tokenizer(content, tokenizer_path)
     settings_path = path / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
     return ModelCardData(
@@ -75,6 +73,18 @@ def read_card(path: Path, config: ModelConfig) -> ModelCardData:
         vocab_size=config.vocab_size,
         special_tokens=_special_tokens(path, settings),
     )
+
+
+def load_tokenizer(content: bytes, origin: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in `content`, which came from `origin`.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InvalidRequestError("model", f"the tokenizer of {origin} cannot be used: {error}") from error
 
 
 def _chat_template(path: Path, settings: Mapping[str, Any]) -> str:

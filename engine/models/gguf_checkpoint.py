@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from graftline.engine.models.card import ModelCardData
+from graftline.engine.models.card import ModelCardData, load_tokenizer
 from graftline.engine.models.config import Family, ModelConfig
 from graftline.engine.models.content_hash import content_hash
 from graftline.engine.models.gguf_config import config_from_gguf, gguf_name
@@ -25,6 +25,8 @@ class GgufCheckpoint:
         self.path = path
         self._model_id = model_id
         self._file = GgufFile(path)
+        if (parts := self._file.metadata.get("split.count", 1)) > 1:
+            raise InvalidRequestError("model", f"{path} is one of {parts} parts; merge them into one file")
         self.config: ModelConfig = config_from_gguf(self._file)
 
     @cached_property
@@ -36,10 +38,12 @@ class GgufCheckpoint:
     def card(self) -> ModelCardData:
         """Tokenizer, template and ids, from the metadata."""
         metadata = self._file.metadata
+        content = tokenizer_json(metadata)
+        load_tokenizer(content, self.path)  # a router must not be the first to find out
         bos = metadata.get("tokenizer.ggml.bos_token_id")
         return ModelCardData(
             model_id=self._model_id,
-            tokenizer_json=tokenizer_json(metadata),
+            tokenizer_json=content,
             chat_template=metadata.get("tokenizer.chat_template", ""),
             bos_token_id=bos if bos is not None and adds_bos(metadata) else -1,
             eos_token_ids=self.config.eos_token_ids,

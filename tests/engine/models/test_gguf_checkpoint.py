@@ -16,7 +16,7 @@ from graftline.engine.models.reference import OneRequestKv, forward
 from graftline.engine.models.rope import DivisorScaling, LinearScaling, YarnScaling
 from graftline.errors import InvalidRequestError
 
-TOKENS = [*"abcdefg", *(f"<{n}>" for n in range(90))]
+TOKENS = [*"abcdefg", *(f"<{n}>" for n in range(89)), "ab"]
 
 
 def fields(architecture: str, **changes: Any) -> dict[str, Any]:
@@ -198,6 +198,20 @@ def test_card(tmp_path: Path) -> None:
     assert by_file.card.special_tokens == {"bos_token": "<0>", "eos_token": "<1>"}
     assert (by_file.card.vocab_size, by_file.card.context_length, by_file.card.bos_token_id) == (97, 256, -1)
     assert by_file.card.eos_token_ids == (8, 9)
+
+
+def test_a_vocabulary_that_does_not_hang_together(tmp_path: Path) -> None:
+    metadata = {**fields("llama"), "tokenizer.ggml.merges": ["no such"]}
+    write_gguf(tmp_path / "m.gguf", "llama", metadata, {"model.embed_tokens.weight": torch.zeros(97, 48)})
+    with pytest.raises(InvalidRequestError, match=r"m\.gguf cannot be used.*no"):
+        _ = open_checkpoint(tmp_path).card
+
+
+def test_parts_are_refused(tmp_path: Path) -> None:
+    metadata = {**fields("llama"), "split.count": 3}
+    write_gguf(tmp_path / "m.gguf", "llama", metadata, {"model.embed_tokens.weight": torch.zeros(97, 48)})
+    with pytest.raises(InvalidRequestError, match="one of 3 parts"):
+        open_checkpoint(tmp_path)
 
 
 def test_names() -> None:
