@@ -19,6 +19,7 @@ from graftline.engine.request import FinishReason, Request, Token, TreeOrigin
 from graftline.engine.service_api import (
     DecodeEngine,
     DecodeEvent,
+    DecodeFailed,
     Destination,
     Drained,
     FirstToken,
@@ -28,7 +29,7 @@ from graftline.engine.service_api import (
     PrefillFinished,
     Scheduled,
 )
-from graftline.errors import GraftlineError, OutOfCapacityError
+from graftline.errors import GraftlineError, InternalError, OutOfCapacityError
 from graftline.proto.channel import Metadata
 from graftline.proto.v1 import prefill_pb2
 from graftline.worker.translate import handoff_from, token_from, tree_from, tree_origin_from
@@ -99,6 +100,7 @@ class Attempt:
         engine: DecodeEngine,
         settings: ServiceSettings,
         on_ended: Callable[["Attempt"], None],
+        on_quarantine: Callable[[], None],
     ) -> None:
         assert peer.incarnation is not None, "the peer is paired"
         self.request = request
@@ -111,6 +113,7 @@ class Attempt:
         self._engine = engine
         self._settings = settings
         self._on_ended = on_ended
+        self._on_quarantine = on_quarantine
         self._state = handoff.State(wants_pages=request.num_earlier_tokens + 1 < request.stopping.max_tokens)
         self._posted: deque[handoff.Message] = deque()
         self._first_token: Token | None = None
@@ -130,6 +133,11 @@ class Attempt:
     def cancel(self, error: GraftlineError) -> None:
         """The caller wants no more; `error` is what it is told if it still listens."""
         self.post(handoff.CallerGone(error))
+
+    def abandon(self, reason: str) -> None:
+        """The engine is gone."""
+        self.post(DecodeFailed(reason))
+        self.cancel(InternalError(reason))
 
     # --- the stream to the prefill ---------------------------------------------------------------------------
 
@@ -236,6 +244,7 @@ class Attempt:
             case handoff.Quarantine():
                 logger.warning("pages of %s go into quarantine: %s", key, self._peer_incarnation)
                 self._engine.quarantine(key, self._peer_incarnation)
+                self._on_quarantine()
             case handoff.CancelDecoding():
                 self._engine.cancel(key)
             case handoff.Emit(tokens):

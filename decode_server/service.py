@@ -30,6 +30,7 @@ from graftline.proto.channel import Metadata
 from graftline.proto.status import Leg, abort_with, rpc_border
 from graftline.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from graftline.proto.validation import ModelLimits, check_decode_request
+from graftline.worker.metrics import DecodeMetrics
 from graftline.worker.translate import (
     finish_reason_message,
     handoff_message,
@@ -63,7 +64,12 @@ class Call:
         self.tree_origin = TreeOrigin.NONE
         self.cached_tokens = 0
         self.num_attempts = 0
-        self.started_s = time.monotonic()
+        self.started_s = self.last_token_s = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it came."""
+        return time.monotonic() - self.started_s
 
     def next_request(self) -> Request:
         """Prompt and everything emitted, under the next attempt number."""
@@ -133,6 +139,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         eos_token_ids: frozenset[int],
         settings: ServiceSettings,
         spawn: Spawn,
+        metrics: DecodeMetrics,
         metadata: Metadata = (),
     ) -> None:
         self._identity = identity
@@ -142,6 +149,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._eos_token_ids = eos_token_ids
         self._settings = settings
         self._spawn = spawn
+        self._metrics = metrics
         self._metadata = metadata
         self._admitting = True
         self._num_calls = 0
@@ -160,10 +168,15 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         """From now on new calls are answered UNAVAILABLE."""
         self._admitting = False
 
-    def cancel_all(self, error: GraftlineError) -> None:
-        """Ends everything that is open."""
+    def cancel_all(self) -> None:
+        """Ends everything that is open; the router may go on elsewhere."""
         for attempt in tuple(self._open):
-            attempt.cancel(error)
+            attempt.cancel(PeerUnavailableError("this decode stops"))
+
+    def abandon_all(self, reason: str) -> None:
+        """The engine is gone: fails everything open."""
+        for attempt in tuple(self._open):
+            attempt.abandon(reason)
 
     async def wait_idle(self) -> None:
         """Until no attempt is open."""
@@ -177,11 +190,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             self._admit()
             check_decode_request(request, self._limits)
             call = Call(request_from(request, self._eos_token_ids))
-            self._num_calls += 1
-            try:
-                outcome = await self._serve(call, request, context)
-            finally:
-                self._num_calls -= 1
+            outcome = await self._counted(call, request, context)
             if isinstance(outcome, handoff.Failed):
                 await abort_with(context, outcome.error, leg=outcome.leg, speculation=call.speculation_message())
             await self._send(context, call.finished_message(outcome))
@@ -191,6 +200,28 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             raise PeerUnavailableError("this decode is about to stop")
         if max(self._num_calls, len(self._open)) >= self._settings.max_open:
             raise OutOfCapacityError(f"{self._settings.max_open} requests are open", retry_after_s=1.0)
+
+    async def _counted(
+        self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, context: Any
+    ) -> handoff.Done | handoff.Failed:
+        """`_serve`, seen by the metrics."""
+        self._num_calls += 1
+        self._metrics.started()
+        ended_as = CancelledRequestError.__name__
+        try:
+            outcome = await self._serve(call, asked, context)
+            match outcome:
+                case handoff.Done(reason=reason):
+                    ended_as = reason.value
+                case handoff.Failed(error=failure):
+                    ended_as = type(failure).__name__
+            return outcome
+        except GraftlineError as error:
+            ended_as = type(error).__name__
+            raise
+        finally:
+            self._num_calls -= 1
+            self._metrics.ended(ended_as, call.age_s)
 
     async def _serve(
         self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, context: Any
@@ -231,7 +262,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             prefill_incarnation=peer.incarnation or "",
             real_tree=self._settings.real_tree,
         )
-        attempt = Attempt(request, peer, self._engine, self._settings, self._on_ended)
+        attempt = Attempt(request, peer, self._engine, self._settings, self._on_ended, self._metrics.quarantined)
         self._open.add(attempt)
         self._idle.clear()
         self._spawn(attempt.run(start, self._metadata), name=f"handoff {request.key}")
@@ -241,12 +272,21 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         """Tokens to the caller, until the attempt's outcome."""
         try:
             while isinstance(item := await attempt.inbox.get(), tuple):
+                self._count_tokens(call, len(item))
                 call.emitted.extend(item)
                 await self._send(context, tokens_message(item))
             return item
         except BaseException:
             attempt.cancel(CancelledRequestError("the caller went away"))
             raise
+
+    def _count_tokens(self, call: Call, num_tokens: int) -> None:
+        now_s = time.monotonic()
+        if call.emitted:
+            self._metrics.tokens(num_tokens, now_s - call.last_token_s)
+        else:
+            self._metrics.first_token(now_s - call.started_s)
+        call.last_token_s = now_s
 
     async def _send(self, context: Any, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
         try:

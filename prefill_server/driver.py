@@ -5,11 +5,20 @@ is still there.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
 from graftline.engine.request import Request
-from graftline.engine.service_api import Destination, PrefillEngine, PrefillEvent, PrefillFailure
+from graftline.engine.service_api import (
+    Destination,
+    FirstToken,
+    PrefillEngine,
+    PrefillEvent,
+    PrefillFailed,
+    PrefillFailure,
+    PrefillFinished,
+)
 from graftline.errors import GraftlineError, InvalidRequestError, OutOfCapacityError
 from graftline.prefill_server import handoff
 
@@ -19,11 +28,16 @@ class HandoffDriver:
 
     Attributes:
         outbox: events for the decode, in order; a terminal one is the last.
+        outcome: how it ended, as a label of metrics.
+        first_token_s: from the start message to the first token; None before.
     """
 
     def __init__(self, engine: PrefillEngine, timeout_s: float, on_ended: Callable[["HandoffDriver"], None]) -> None:
         self.outbox: asyncio.Queue[PrefillEvent] = asyncio.Queue()
         self.request: Request | None = None
+        self.outcome = "cancelled"
+        self.first_token_s: float | None = None
+        self._begun_s = time.monotonic()
         self._decode_incarnation = ""
         self._real_tree = True
         self._engine = engine
@@ -38,11 +52,17 @@ class HandoffDriver:
         """The start message came."""
         return self._state.phase is not handoff.Phase.AWAIT_START
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start message, or since the stream was opened."""
+        return time.monotonic() - self._begun_s
+
     def start(self, request: Request, decode_incarnation: str, real_tree: bool) -> None:
         """The start message; a second one is ignored."""
         if self.started:
             return
         self.request, self._decode_incarnation, self._real_tree = request, decode_incarnation, real_tree
+        self._begun_s = time.monotonic()
         self.post(handoff.Start())
 
     def refuse(self, code: PrefillFailure, reason: str) -> None:
@@ -67,12 +87,22 @@ class HandoffDriver:
             self._posted.popleft()
 
     def _step(self, message: handoff.Message) -> None:
+        self._note(message)
         self._state, actions = handoff.step(self._state, message)
         for action in actions:
             self._do(action)
         if self._state.ended:
             self._timer.cancel()
             self._on_ended(self)
+
+    def _note(self, message: handoff.Message) -> None:
+        match message:
+            case FirstToken() if self.first_token_s is None:
+                self.first_token_s = self.age_s
+            case PrefillFinished():
+                self.outcome = "finished"
+            case PrefillFailed(code=code) | handoff.Refused(code=code):
+                self.outcome = code.value
 
     def _do(self, action: handoff.Action) -> None:
         match action:

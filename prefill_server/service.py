@@ -23,13 +23,14 @@ from graftline.engine.service_api import (
     Scheduled,
 )
 from graftline.errors import InvalidRequestError, OutOfCapacityError
+from graftline.kv_transfer.fingerprint import Fingerprint, compare
 from graftline.prefill_server import handoff
 from graftline.prefill_server.driver import HandoffDriver
 from graftline.prefill_server.settings import ServiceSettings
 from graftline.proto.status import rpc_border
 from graftline.proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from graftline.proto.validation import ModelLimits, check_prefill_start
-from graftline.worker.pairing import compare
+from graftline.worker.metrics import ServiceMetrics
 from graftline.worker.translate import (
     handoff_message,
     logprob_message,
@@ -55,10 +56,11 @@ class PeerDirectory(Protocol):
     """Which decodes this worker may write to, and where."""
 
     def pair(self, decode: common_pb2.WorkerIdentity, stages: Sequence[common_pb2.StageLayout]) -> None:
-        """Learns a decode's layouts; may block. A decode that is known already is learned anew.
+        """Learns a decode's layouts; returns at once. A decode that is known already is learned anew.
 
         Raises:
             IncompatibleError: its layouts cannot be written to from ours.
+            InvalidRequestError: its layouts make no sense.
         """
 
     def is_paired(self, decode_incarnation: str) -> bool:
@@ -83,15 +85,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         limits: ModelLimits,
         eos_token_ids: frozenset[int],
         settings: ServiceSettings,
+        metrics: ServiceMetrics,
     ) -> None:
         self.identity = identity
         self._engine = engine
         self._directory = directory
-        self._fingerprint = fingerprint
+        self._fingerprint = Fingerprint.from_proto(fingerprint)
         self._num_stages = num_stages
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._settings = settings
+        self._metrics = metrics
         self._admitting = True
         self._open: dict[HandoffDriver, RequestKey | None] = {}
         self._keys: set[RequestKey] = set()
@@ -131,12 +135,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             if not request.decode.incarnation:
                 raise InvalidRequestError("decode.incarnation", "is empty")
             response = prefill_pb2.PairResponse(prefill=self.identity, num_stages=self._num_stages)
-            mismatches = compare(self._fingerprint, request.fingerprint)
+            theirs = Fingerprint.from_proto(request.fingerprint)
+            mismatches = compare(self._fingerprint, theirs)
             if mismatches:
                 response.mismatched_fields.extend(mismatch.field for mismatch in mismatches)
                 response.detail = "\n".join(str(mismatch) for mismatch in mismatches)
                 return response
-            await asyncio.to_thread(self._directory.pair, request.decode, request.stages)
+            self._directory.pair(request.decode, request.stages)
             logger.info("paired with decode %s (%s)", request.decode.address, request.decode.incarnation)
             return response
 
@@ -201,6 +206,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             return
         self._open[driver] = request.key
         self._keys.add(request.key)
+        self._metrics.started()
         driver.start(request, start.decode_incarnation, start.real_tree)
 
     def _admitted(self, start: prefill_pb2.PrefillStart) -> Request:
@@ -225,6 +231,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         key = self._open.pop(driver)
         if key is not None:
             self._keys.discard(key)
+            self._metrics.ended(driver.outcome, driver.age_s)
+            if driver.first_token_s is not None:
+                self._metrics.first_token(driver.first_token_s)
         if not self._open:
             self._idle.set()
 

@@ -12,9 +12,11 @@ class ServiceSettings:
         handoff_timeout_s: longest life of one handoff, whatever it waits for.
         send_timeout_s: how long a decode may leave one message unread.
         max_handoffs: handoffs open at once; further ones are refused.
+        max_peers: decodes remembered at once.
     """
 
     alive_interval_s: float = 0.5
     handoff_timeout_s: float = 900.0
     send_timeout_s: float = 5.0
     max_handoffs: int = 8192
+    max_peers: int = 256

@@ -12,12 +12,14 @@ from fake_engines import VOCAB_SIZE, FakeDecodeEngine, FakePrefillEngine, token_
 from graftline.decode_server.peers import PrefillPeers
 from graftline.decode_server.service import DecodeService
 from graftline.decode_server.settings import ServiceSettings as DecodeSettings
+from graftline.metrics import Metrics, ProcessRole
 from graftline.prefill_server.service import PrefillService
 from graftline.prefill_server.settings import ServiceSettings as PrefillSettings
 from graftline.proto.channel import ANONYMOUS, open_channel
 from graftline.proto.server import RpcServer
 from graftline.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from graftline.proto.validation import ModelLimits
+from graftline.worker.metrics import DecodeMetrics, ServiceMetrics
 
 EOS = 2
 LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, context_length=128)
@@ -131,6 +133,7 @@ async def prefill_side(
         limits=limits,
         eos_token_ids=frozenset({EOS}),
         settings=settings,
+        metrics=ServiceMetrics(Metrics(ProcessRole.PREFILL), ProcessRole.PREFILL),
     )
     server.add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, service, "graftline.v1.PrefillService")
     await server.start()
@@ -171,6 +174,7 @@ async def decode_side(
             eos_token_ids=frozenset({EOS}),
             settings=settings,
             spawn=group.create_task,
+            metrics=DecodeMetrics(Metrics(ProcessRole.DECODE)),
         )
         server.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, service, "graftline.v1.DecodeService")
         await server.start()

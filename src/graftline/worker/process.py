@@ -1,0 +1,72 @@
+"""Manners of a process: it dies with its parent, logs one line an event, and stops on SIGTERM or SIGINT."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PARENT_VARIABLE = "GRAFTLINE_PARENT"
+_PARENT_POLL_S = 0.5
+_LAST_WORDS_S = 10.0
+
+
+def die_with_parent(expected_pid: int | None = None) -> None:
+    """Ends this process (SIGTERM, and an exit soon after) when its parent dies, so that nothing is left running.
+
+    A thread looks: the kernel's own parent-death signal goes by the parent's thread, which may end early.
+
+    Args:
+        expected_pid: notices as well a parent that died before this call.
+    """
+    parent = os.getppid() if expected_pid is None else expected_pid
+    threading.Thread(target=_watch_parent, args=(parent,), name="parent-watch", daemon=True).start()
+
+
+def expected_parent() -> int | None:
+    """The parent that a launcher named."""
+    text = os.environ.get(PARENT_VARIABLE)
+    return int(text) if text else None
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_LAST_WORDS_S)
+    os._exit(1)
+
+
+def set_up_logging(name: str, level: int = logging.INFO) -> None:
+    """One line an event on standard error, with the name of the process."""
+    logging.basicConfig(
+        level=level,
+        stream=sys.stderr,
+        format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+
+
+@contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set while the block is open. A second signal of either kind ends the process."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

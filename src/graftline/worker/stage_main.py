@@ -1,0 +1,36 @@
+"""`python -m graftline.worker.stage_main`: the process of a stage behind the first."""
+
+import os
+import sys
+
+import msgspec
+
+from graftline.engine.pipeline import StageCommand
+from graftline.engine.stage_process import config_from_environment, run_stage
+from graftline.worker.config import TransferConfig
+from graftline.worker.process import die_with_parent, set_up_logging
+from graftline.worker.transfer import PortFactory
+
+TRANSFER_CONFIG_VARIABLE = "GRAFTLINE_TRANSFER_CONFIG"
+
+
+def stage_command(transfer: TransferConfig) -> StageCommand:
+    """How stage 0 starts this module."""
+    return StageCommand(__name__, {TRANSFER_CONFIG_VARIABLE: msgspec.json.encode(transfer).decode()})
+
+
+def transfer_config_from_environment() -> TransferConfig:
+    """The worker's transfer settings as stage 0 handed them down."""
+    return msgspec.json.decode(os.environ[TRANSFER_CONFIG_VARIABLE], type=TransferConfig)
+
+
+def main() -> int:
+    """Runs the stage; the exit status."""
+    if os.environ.get("GRAFTLINE_SPAWNED"):
+        die_with_parent()
+    set_up_logging(f"stage {os.environ.get('RANK', '?')}")
+    return run_stage(config_from_environment(), PortFactory(transfer_config_from_environment()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
