@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from graftline.engine.plan import Report, StageFailed
@@ -21,11 +21,12 @@ MAX_BATCH = 256
 
 
 class EngineThread(Generic[Command]):
-    """Runs `handle` on every item that was put, `schedule` whenever the inbox ran dry, `beat` at intervals.
+    """Runs `handle` on every item that was put, `schedule` behind every batch of them, `beat` at intervals.
 
     Args:
         handle: takes one command or report; its exceptions fail the engine.
-        fail: told once why the engine cannot go on; the thread then only answers commands through `handle`.
+        fail: told once why the engine cannot go on, that it was stopped included. The thread then only hands
+            commands to `handle`, which is to refuse them; late reports are dropped.
     """
 
     def __init__(
@@ -64,44 +65,42 @@ class EngineThread(Generic[Command]):
     def _run(self) -> None:
         next_beat = time.monotonic()
         while True:
-            item = self._next(next_beat - time.monotonic())
-            try:
-                for _ in range(MAX_BATCH):
-                    if item is _NOTHING:
-                        break
-                    if item is None:
-                        return
-                    self._take(item)  # type: ignore[arg-type]  # narrowed by the two tests above
-                    item = self._next(0.0)
-                if time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + self._beat_s
-                    self._beat()
+            for item in self._batch(next_beat - time.monotonic()):
+                if item is None:
+                    self._guarded(lambda: self._end("it was stopped"))
+                    return
+                self._guarded(lambda item=item: self._take(item))  # type: ignore[misc]  # bound at once
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + self._beat_s
                 if not self._failed:
-                    self._schedule()
-            except Exception as error:
-                logger.exception("the engine loop failed")
-                self._end(f"{type(error).__name__}: {error}")
+                    self._guarded(self._beat)
+            if not self._failed:
+                self._guarded(self._schedule)
+
+    def _batch(self, wait_s: float) -> "Iterator[Command | Report | None]":
+        """What is in the inbox, at most `MAX_BATCH` items, after waiting for the first one."""
+        try:
+            yield self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
+            for _ in range(MAX_BATCH - 1):
+                yield self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """The border of the loop: an exception fails the engine, and the loop goes on answering."""
+        try:
+            act()
+        except Exception as error:
+            logger.exception("the loop of %s failed", self._thread.name)
+            self._end(f"{type(error).__name__}: {error}")
 
     def _take(self, item: Command | Report) -> None:
         if isinstance(item, StageFailed):
             self._end(f"stage {item.stage}: {item.reason}")
-        else:
+        elif not (self._failed and isinstance(item, Report)):
             self._handle(item)
 
     def _end(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
             self._fail(reason)
-
-    def _next(self, wait_s: float) -> "Command | Report | _Nothing | None":
-        try:
-            return self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
-        except queue.Empty:
-            return _NOTHING
-
-
-class _Nothing:
-    """The inbox was empty."""
-
-
-_NOTHING = _Nothing()

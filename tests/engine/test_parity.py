@@ -90,7 +90,7 @@ def test_long_generation_stays_on_the_plain_path(world: TinyWorld) -> None:
 
 
 def test_a_seed_alone_decides(world: TinyWorld) -> None:
-    """CASES S09: one request alone, five times, with seven others and in another order: identical; S11: seeds differ."""
+    """CASES S09: alone five times, with seven others, in another order: identical. S11: other seeds, other output."""
     wild = [Sampling(temperature=2.0, seed=seed) for seed in range(42, 50)]
     asks = [Ask(token_ids=prompt(9), max_tokens=10, sampling=sampling) for sampling in wild]
     with local_pair(world.plain.path, world.eagle, decode_split=(2, 2)) as pair:

@@ -78,7 +78,7 @@ class Ask:
 
     token_ids: Sequence[int]
     max_tokens: int = 16
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     min_tokens: int = 0
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()

@@ -1,0 +1,62 @@
+"""Groups of running requests."""
+
+from random import Random
+
+import pytest
+
+from graftline.engine.decode_request import DecodeRequest
+from graftline.engine.microbatch import MicrobatchSet
+from graftline.engine.request import Request, RequestId, RequestKey, Sampling, Stopping
+
+
+def member(order: int) -> DecodeRequest:
+    key = RequestKey(RequestId(str(order)), 0)
+    request = Request(key, (1,), 1, Sampling(), Stopping(4))
+    return DecodeRequest(request, lambda event: None, 64, order=order)
+
+
+def test_microbatches_fill_evenly_and_take_turns() -> None:
+    """CASES P21: with two stages two requests are in flight at once, not one batch of two."""
+    batches = MicrobatchSet(2)
+    members = [member(order) for order in range(4)]
+    for request in members:
+        batches.add(request)
+    first, second = batches.idle()
+    assert ([m.order for m in first.members], [m.order for m in second.members]) == ([0, 2], [1, 3])
+    first.launched(7)
+    assert [batch.index for batch in batches.idle()] == [1]
+    with pytest.raises(AssertionError, match="one round at a time"):
+        first.launched(8)
+    with pytest.raises(AssertionError, match="landed"):
+        batches.landed(0, 8)
+    assert batches.landed(0, 7) is first
+    assert len(list(batches.idle())) == 2
+
+
+def test_the_youngest_that_is_not_in_flight_gives_way() -> None:
+    batches = MicrobatchSet(2)
+    assert batches.youngest_idle() is None
+    members = [member(order) for order in range(3)]
+    for request in members:
+        batches.add(request)
+    assert batches.youngest_idle() is members[2]
+    members[2].in_flight = True
+    assert batches.youngest_idle() is members[1]
+    members[0].in_flight = members[1].in_flight = True
+    assert batches.youngest_idle() is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_members_come_and_go(seed: int) -> None:
+    """CASES S25, S26: any order of joining and leaving, down to empty and back."""
+    draw, batches, inside = Random(seed), MicrobatchSet(3), []
+    for order in range(200):
+        if inside and draw.random() < (0.9 if order % 50 > 25 else 0.3):
+            batches.remove(inside.pop(draw.randrange(len(inside))))
+        else:
+            inside.append(member(order))
+            batches.add(inside[-1])
+        batches.remove(member(order))  # never joined: no harm
+        assert batches.num_requests == len(inside)
+        known = [request for batch in batches.idle() for request in batch.members]
+        assert sorted(request.order for request in known) == sorted(request.order for request in inside)
