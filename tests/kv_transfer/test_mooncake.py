@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from mooncake_peer import MooncakePeer
+from mooncake_senders import send_from_many
 
 from graftline.errors import InvalidRequestError, TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
@@ -96,19 +97,9 @@ def test_sixteen_concurrent_transfers_keep_their_bytes(sender: Sender, start_pee
 def test_thirty_two_first_contacts_at_once(start_peer: StartPeer) -> None:
     """CASES M08."""
     peer = start_peer()
-    senders = [Sender(1 << 16) for _ in range(32)]
-    start = threading.Barrier(32)
-
-    def send(index: int) -> None:
-        start.wait(20)
-        senders[index].write(peer, senders[index].copy(peer, 0, index << 16, 1 << 16))
-
-    with ThreadPoolExecutor(32) as pool:
-        list(pool.map(send, range(32)))
-    expected = hashlib.sha256(senders[0].array.tobytes() * 32).hexdigest()
-    assert peer.digest(0, 32 << 16) == expected
-    for sender in senders:
-        sender.transport.close()
+    send_from_many(peer.session_id, peer.address, num_senders=32, num_bytes=4096)
+    expected = b"".join(bytes([index + 1]) * 4096 for index in range(32))
+    assert peer.digest(0, 32 * 4096) == hashlib.sha256(expected).hexdigest()
 
 
 def test_one_sender_contacts_eight_peers_at_once(sender: Sender, start_peer: StartPeer) -> None:

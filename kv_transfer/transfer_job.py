@@ -1,0 +1,55 @@
+"""What a transfer worker is given and what it gives back."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from graftline.errors import GraftlineError
+from graftline.kv_transfer.copy_plan import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOutcome:
+    """How one job ended.
+
+    Args:
+        error: None when every byte is in the peer's memory.
+        drained: no byte of this job can land any more; False only after a failed write.
+        num_bytes: bytes that were acknowledged; 0 after a failure.
+        seconds: time of the write itself, without queueing and without waiting for the data.
+    """
+
+    error: GraftlineError | None
+    drained: bool
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is in the peer's memory."""
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferJob:
+    """One write to one peer session. Jobs of a session run one after another, in order of submission.
+
+    Args:
+        owner: whose job it is (a request's attempt); what `cancel` goes by.
+        session_id: the peer.
+        copies: the copies, or what builds them; built in the worker's thread once the data is ready.
+        deadline_s: when the job has failed, on the `time.monotonic` clock.
+        done: called exactly once, from some thread of the worker or from the thread that cancels or closes.
+        ready: waits up to so many seconds for the data to be computed and says whether it is; `threading.Event.wait`
+            fits. None: it is ready now.
+    """
+
+    owner: Hashable
+    session_id: str
+    copies: Sequence[Copy] | Callable[[], Sequence[Copy]]
+    deadline_s: float
+    done: Callable[[TransferOutcome], None]
+    ready: Callable[[float], bool] | None = None
+
+    def build_copies(self) -> Sequence[Copy]:
+        """The copies, built now if need be."""
+        return self.copies() if callable(self.copies) else self.copies

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from graftline.kv_transfer.protocol_choice import TransferDevices, TransferPath, choose_path, host_id, rdma_devices
+
+GPU, CPU = TransferDevices(pools_on_gpu=True), TransferDevices()
+GPU_RDMA = TransferDevices(pools_on_gpu=True, rdma_devices=("mlx5_0",))
+CPU_RDMA = TransferDevices(rdma_devices=("mlx5_1",))
+
+
+@pytest.mark.parametrize(
+    ("same_host", "local", "peer", "path"),
+    [
+        (True, GPU, GPU, TransferPath.INTRA_NODE_GPU),
+        (True, GPU_RDMA, GPU_RDMA, TransferPath.INTRA_NODE_GPU),
+        (True, GPU, CPU, TransferPath.TCP),
+        (True, CPU, GPU, TransferPath.TCP),
+        (True, CPU_RDMA, GPU_RDMA, TransferPath.RDMA),
+        (False, GPU, GPU, TransferPath.TCP),
+        (False, GPU_RDMA, GPU_RDMA, TransferPath.RDMA),
+        (False, GPU_RDMA, GPU, TransferPath.TCP),
+        (False, CPU, CPU, TransferPath.TCP),
+    ],
+)
+def test_the_fastest_way_that_both_have(
+    same_host: bool, local: TransferDevices, peer: TransferDevices, path: TransferPath
+) -> None:
+    assert choose_path("host", "host" if same_host else "other", local, peer) is path
+    assert choose_path("host", "host" if same_host else "other", peer, local) is path
+
+
+def fake_proc(root: Path, boot_id: str) -> Path:
+    (root / "sys/kernel/random").mkdir(parents=True)
+    (root / "sys/kernel/random/boot_id").write_text(f"{boot_id}\n")
+    (root / "self/ns").mkdir(parents=True)
+    (root / "self/ns/ipc").touch()
+    return root
+
+
+def test_a_host_is_a_boot_and_an_ipc_namespace(tmp_path: Path) -> None:
+    first = fake_proc(tmp_path / "a", "boot-1")
+    other_namespace, other_boot = fake_proc(tmp_path / "b", "boot-1"), fake_proc(tmp_path / "c", "boot-2")
+    assert host_id(first) == host_id(first)
+    assert len({host_id(first), host_id(other_namespace), host_id(other_boot)}) == 3
+    assert host_id() == host_id()
+
+
+def test_a_host_without_rdma_has_no_devices(tmp_path: Path) -> None:
+    assert rdma_devices(tmp_path / "absent") == []
+    for name in ("mlx5_1", "mlx5_0"):
+        (tmp_path / name).mkdir()
+    assert rdma_devices(tmp_path) == ["mlx5_0", "mlx5_1"]
