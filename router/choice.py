@@ -115,22 +115,23 @@ class ChoiceRun:
             GraftlineError: nothing more can be tried.
         """
         while True:
-            pair = await self._pick()
+            demand = self._demand()
+            pair = await self._pick(demand)
             self._attempt += 1
-            with Claim(pair, len(self._plan.prompt_ids) + len(self._transcript.token_ids)) as claim:
-                failure = await self._try(claim)
+            with Claim(pair, len(demand.token_ids)) as claim:
+                failure = await self._try(claim, demand)
                 if failure is None:
                     return
                 self._judge(failure, claim)
 
     # --- one attempt ---------------------------------------------------------------------------------------
 
-    async def _try(self, claim: Claim) -> Failure | None:
+    async def _try(self, claim: Claim, demand: Demand) -> Failure | None:
         """One call of a decode. None: the choice has ended and said so."""
         self._figures.attempt_started(_draft_nodes(claim.pair))
         decode = claim.pair.decode.decode
         call: aio.UnaryStreamCall[DecodeServiceGenerateRequest, DecodeServiceGenerateResponse] = decode.Generate(
-            self._request(claim.pair), timeout=self._remaining_s(), metadata=self._fleet.metadata
+            self._request(claim.pair, demand), timeout=self._remaining_s(), metadata=self._fleet.metadata
         )
         claim.attach(call.cancel)
         try:
@@ -184,12 +185,12 @@ class ChoiceRun:
         except TimeoutError:
             return None
 
-    def _request(self, pair: Pair) -> DecodeServiceGenerateRequest:
+    def _request(self, pair: Pair, demand: Demand) -> DecodeServiceGenerateRequest:
         return DecodeServiceGenerateRequest(
             request_id=self._request_id,
             attempt=self._attempt,
             prefill_address=pair.prefill.peer_address,
-            token_ids=self._transcript.remaining_ids(self._plan.prompt_ids),
+            token_ids=demand.token_ids,
             num_prompt_tokens=len(self._plan.prompt_ids),
             sampling=self._sampling,
             stopping=self._stopping,
@@ -259,34 +260,44 @@ class ChoiceRun:
         self._num_failures += 1
         if self._num_failures >= self._fleet.limits.max_attempts:
             raise _final(error, self._num_failures)
-        if isinstance(error, OutOfCapacityError) and not self._transcript.token_ids and self._pick_now() is None:
+        if (
+            isinstance(error, OutOfCapacityError)
+            and not self._transcript.token_ids
+            and self._pick_now(self._demand()) is None
+        ):
             raise error
 
-    async def _pick(self) -> Pair:
+    def _demand(self) -> Demand:
+        """What an attempt that starts now needs."""
+        prompt_ids, emitted_ids = self._plan.prompt_ids, self._transcript.token_ids
+        token_ids = (*prompt_ids, *emitted_ids) if emitted_ids else prompt_ids
+        return Demand(token_ids, len(prompt_ids) + self._plan.max_tokens)
+
+    async def _pick(self, demand: Demand) -> Pair:
         """A pair for the next attempt; waits for one within bounds.
 
         Raises:
             PeerUnavailableError: none came up in time.
         """
-        pair = self._pick_now()
+        pair = self._pick_now(demand)
         if pair is not None:
             return pair
         limits = self._fleet.limits
         wait_s = limits.resume_wait_s if self._transcript.token_ids else limits.pair_wait_s
         try:
             async with asyncio.timeout(wait_s):
-                return await self._wait_for_pair(wait_s)
+                return await self._wait_for_pair(demand, wait_s)
         except TimeoutError:
             raise PeerUnavailableError(self._why_none()) from self._last_error
 
-    async def _wait_for_pair(self, wait_s: float) -> Pair:
+    async def _wait_for_pair(self, demand: Demand, wait_s: float) -> Pair:
         if self._excluded:
             # Nobody else can take it: those that failed get another chance, after a pause.
             pause_s = min(RETRY_PAUSE_S * 2 ** (self._num_failures - 1), RETRY_PAUSE_MAX_S, wait_s / 2)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             self._excluded.clear()
         while True:
-            pair = self._pick_now()
+            pair = self._pick_now(demand)
             if pair is not None:
                 return pair
             try:
@@ -295,17 +306,14 @@ class ChoiceRun:
             except TimeoutError:
                 continue
 
-    def _pick_now(self) -> Pair | None:
-        demand = Demand(
-            self._transcript.remaining_ids(self._plan.prompt_ids), len(self._plan.prompt_ids) + self._plan.max_tokens
-        )
+    def _pick_now(self, demand: Demand) -> Pair | None:
         return self._fleet.pairing.pick(self._fleet.registry.workers, self._plan.model, demand, self._excluded)
 
     def _why_none(self) -> str:
-        states = [
-            f"{w.role.leg.value} {w.address}: {w.status().reason or 'available'}" for w in self._fleet.registry.workers
-        ]
-        return f"no usable pair of workers for {self._plan.model.model_id!r}: {'; '.join(states) or 'none are listed'}"
+        last = f"; the last attempt failed with: {self._last_error}" if self._last_error else ""
+        return (
+            f"no usable pair of workers for {self._plan.model.model_id!r}: {self._fleet.registry.why_no_pair()}{last}"
+        )
 
     def _remaining_s(self) -> float | None:
         if self._deadline is None:

@@ -174,6 +174,7 @@ class Generator:
             prompt_ids,
             parameters,
             max_request_tokens=self._fleet.registry.max_request_tokens(model),
+            max_prompt_tokens=self._fleet.registry.max_prompt_tokens(model),
             default_max_tokens=self._fleet.limits.default_max_tokens,
             field="tokens.token_ids" if kind == "tokens" else kind,
         )
@@ -181,7 +182,7 @@ class Generator:
     async def _prompt_ids(self, request: GenerateRequest, model: ServedModel) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "tokens":
-                return request.tokens.token_ids
+                return tuple(request.tokens.token_ids)
             case "text":
                 return await self._encoded("text", len(request.text), model.tokenizer.encode_text, request.text)
             case _:

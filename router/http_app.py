@@ -113,10 +113,7 @@ class HttpApp:
         if self._admission.is_draining:
             return _json({"status": "draining"}, 503)
         if not self._registry.has_pair():
-            states = {
-                f"{w.role.leg.value} {w.address}": w.status().reason or "available" for w in self._registry.workers
-            }
-            return _json({"status": "no usable pair of workers", "workers": states}, 503)
+            return _json({"status": "no usable pair of workers", "workers": self._registry.why_no_pair()}, 503)
         return _json({"status": "ok"})
 
     async def _show_metrics(self, request: Request) -> Response:

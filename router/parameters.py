@@ -105,6 +105,7 @@ class Plan:
         parameters: Parameters,
         *,
         max_request_tokens: int,
+        max_prompt_tokens: int,
         default_max_tokens: int | None,
         field: str,
     ) -> "Plan":
@@ -112,6 +113,7 @@ class Plan:
 
         Args:
             max_request_tokens: longest prompt plus output that can be served.
+            max_prompt_tokens: longest prompt with one output token that can be computed.
             default_max_tokens: when the client named none; None: all that is left.
             field: the name of the prompt's field.
 
@@ -119,7 +121,7 @@ class Plan:
             InvalidRequestError: no tokens, ids outside the vocabulary, no room for output.
         """
         validation.check_token_ids(prompt_ids, model.vocab_size, field=field)
-        validation.check_prompt_fits(len(prompt_ids), max_request_tokens, field=field)
+        validation.check_prompt_fits(len(prompt_ids), min(max_request_tokens, max_prompt_tokens), field=field)
         room = max_request_tokens - len(prompt_ids)
         wanted = parameters.max_tokens or default_max_tokens or room
         max_tokens = min(wanted, room)

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _Known = tuple[Role, str]
 _PAUSE_AFTER_LOSS_S = 0.05
+SILENT_TURNS = 4
 
 
 class Registry:
@@ -75,12 +76,15 @@ class Registry:
 
     def max_request_tokens(self, model: ServedModel) -> int:
         """Longest prompt plus output the model and any known decode of it can hold."""
-        limits = [
-            w.description.limits.max_request_tokens or model.context_length
-            for w in self._workers.values()
-            if w.role is Role.DECODE and w.description and w.description.model.card_hash == model.card_hash
-        ]
-        return min(model.context_length, max(limits, default=model.context_length))
+        decodes = (w for w in self._described(Role.DECODE) if w.model.card_hash == model.card_hash)
+        return min(model.context_length, _largest(decodes, model))
+
+    def max_prompt_tokens(self, model: ServedModel) -> int:
+        """Longest prompt any known prefill can hold, an output token included."""
+        return min(model.context_length, _largest(self._described(Role.PREFILL), model))
+
+    def _described(self, role: Role) -> Iterable[Description]:
+        return (w.description for w in self._workers.values() if w.role is role and w.description)
 
     def has_pair(self) -> bool:
         """True when some two available workers may be paired."""
@@ -91,6 +95,23 @@ class Registry:
             for decode in usable
             if prefill.role is Role.PREFILL and decode.role is Role.DECODE
         )
+
+    def why_no_pair(self) -> str:
+        """The state of every worker, and the fields that keep available ones from being paired."""
+        states = [
+            f"{worker.role.leg.value} {worker.address}: {worker.status().reason or 'available'}"
+            for worker in self._workers.values()
+        ]
+        usable = [worker for worker in self._workers.values() if worker.is_available]
+        differing = {
+            field
+            for prefill in usable
+            for decode in usable
+            if prefill.role is Role.PREFILL and decode.role is Role.DECODE
+            for field in mismatched_fields(prefill, decode)
+        }
+        mismatch = f"; some differ in {', '.join(sorted(differing))}" if differing else ""
+        return f"{'; '.join(states) or 'none is listed'}{mismatch}"
 
     async def wait_for_change(self) -> None:
         """Until something about a worker changed."""
@@ -176,21 +197,32 @@ class Registry:
         call = worker.service.Watch(
             WatchRequest(interval_s=self._health.watch_interval_s), metadata=self._access.metadata
         )
+        reading: asyncio.Task[object] | None = None
         try:
             while not self._is_done(worker):
-                async with asyncio.timeout(self._health.hang_timeout_s):
-                    message = await call.read()
+                # A task, so that waiting for it can time out without ending the stream.
+                reading = asyncio.create_task(call.read())
+                await self._wait_for_word(reading)
+                message = reading.result()
                 if not isinstance(message, WatchResponse):
                     raise PeerUnavailableError("it ended its watch")
                 if message.incarnation != worker.incarnation:
                     return
                 self._take(worker, message)
-        except TimeoutError as error:
-            raise PeerUnavailableError(f"hung: no word for {self._health.hang_timeout_s:g} s") from error
         except aio.AioRpcError as error:
             raise PeerUnavailableError(f"connection lost: {error_from_rpc(error)}") from error
         finally:
             call.cancel()
+            if reading is not None:
+                reading.cancel()
+
+    async def _wait_for_word(self, reading: "asyncio.Task[object]") -> None:
+        """Waits in several short turns: if this process itself stands still for long, that is one turn only."""
+        for _ in range(SILENT_TURNS):
+            done, _ = await asyncio.wait({reading}, timeout=self._health.hang_timeout_s / SILENT_TURNS)
+            if done:
+                return
+        raise PeerUnavailableError(f"hung: no word for {self._health.hang_timeout_s:g} s")
 
     def _take(self, worker: Worker, message: WatchResponse) -> None:
         worker.reported(message)
@@ -235,3 +267,9 @@ class Registry:
     def _drop_metrics(self, worker: Worker) -> None:
         for gauge in (WORKER_AVAILABLE, WORKER_OPEN_REQUESTS):
             self._metrics.gauge(gauge).remove(worker.role.leg.value, worker.address)
+
+
+def _largest(descriptions: Iterable[Description], model: ServedModel) -> int:
+    """The largest stated limit of tokens a request; 0 stands for none."""
+    limits = (description.limits.max_request_tokens or model.context_length for description in descriptions)
+    return max(limits, default=model.context_length)

@@ -2,7 +2,6 @@
 continued on another pair neither repeats nor loses anything.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graftline.proto.v1.common_pb2 import FinishReason, TokenLogprob
@@ -59,10 +58,6 @@ class Transcript:
             return ""
         self.ending = ending
         return self._flush()
-
-    def remaining_ids(self, prompt_ids: Sequence[int]) -> list[int]:
-        """What a further attempt starts from: the prompt and everything emitted."""
-        return [*prompt_ids, *self.token_ids]
 
     def _take_token(self, token_id: int) -> str:
         self.token_ids.append(token_id)

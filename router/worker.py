@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from graftline.router.pairing import Claim
 
 
+MIN_IDLE_REPORTS = 4
+
+
 class Role(Enum):
     """What a worker does."""
 
@@ -80,6 +83,7 @@ class Worker:
         self.claims: set[Claim] = set()
         self._clock = clock
         self._progressed_at = clock()
+        self._num_idle_reports = 0
 
     @property
     def incarnation(self) -> str:
@@ -106,13 +110,18 @@ class Worker:
 
     def reported(self, load: WatchResponse) -> None:
         """A load message arrived."""
+        self._num_idle_reports += 1
         if load.progress != self.load.progress or not self._has_work(load):
             self._progressed_at = self._clock()
+            self._num_idle_reports = 0
         self.load = load
 
     def stalled_for_s(self) -> float:
-        """Seconds since it last advanced, or had nothing to do."""
-        return self._clock() - self._progressed_at
+        """Seconds since it last advanced, or had nothing to do; 0 while too few reports say so.
+
+        Several are asked for because this process may have stood still itself, which makes reports late.
+        """
+        return 0.0 if self._num_idle_reports < MIN_IDLE_REPORTS else self._clock() - self._progressed_at
 
     def available_again(self) -> None:
         """It serves."""

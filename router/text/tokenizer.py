@@ -58,7 +58,7 @@ class TextTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a prompt that the caller composed; the model's BOS is put before it unless it is there already."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _encode(self.tokenizer, text)
         if self._bos_token_id >= 0 and ids[:1] != [self._bos_token_id]:
             ids.insert(0, self._bos_token_id)
         return ids
@@ -66,8 +66,7 @@ class TextTokenizer:
     def encode_chat(self, chat: RenderedChat) -> list[int]:
         """Ids of a rendered chat: special tokens of the template count, those in message contents are text."""
         if not chat.literals:
-            ids: list[int] = self.tokenizer.encode(chat.text, add_special_tokens=False).ids
-            return ids
+            return _encode(self.tokenizer, chat.text)
         return [token_id for piece in self._pieces(chat) for token_id in piece]
 
     def _pieces(self, chat: RenderedChat) -> list[list[int]]:
@@ -81,12 +80,18 @@ class TextTokenizer:
         return pieces
 
     def _encode_literal(self, chat: RenderedChat, text: str) -> list[int]:
-        ids: list[int] = self._literal_tokenizer.encode(chat.with_literals(text), add_special_tokens=False).ids
-        return ids
+        return _encode(self._literal_tokenizer, chat.with_literals(text))
 
     def _special_id(self, matched: str) -> int:
         token = self.special_tokens.get(matched) or self.special_tokens[matched.strip()]
         return token.token_id
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    # The batch call lets other threads run meanwhile; the plain one holds the interpreter for its whole time
+    # (2.4 s for a megabyte that this one encodes in 0.3 s).
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _load(tokenizer_json: bytes) -> Tokenizer:

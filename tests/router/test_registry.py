@@ -1,0 +1,285 @@
+"""Workers come and go: discovery, restarts, hangs, breakers, compatibility."""
+
+import asyncio
+import json
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from router_fakes import Fault, decode, model_card, prefill, reference_ids, started
+from router_harness import QUICK_HEALTH, QUICK_REQUESTS, config_for, harness, request, until
+
+from graftline.errors import InternalError, InvalidRequestError, PeerUnavailableError
+from graftline.metrics import WORKER_LOST
+from graftline.proto.channel import open_channel
+from graftline.proto.status import Leg, error_from_rpc
+from graftline.proto.v1.router_pb2 import GetStatusRequest, ListModelsRequest
+from graftline.proto.v1.router_pb2_grpc import RouterServiceStub
+from graftline.proto.v1.worker_pb2 import DrainRequest, WatchResponse, WorkerState
+from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
+from graftline.router.config import RouterConfig, WorkerLists
+from graftline.router.server import running_router
+from graftline.router.sources import FileSource, ListSource, read_worker_lists
+
+PROMPT = "once upon a time"
+IDS = list(PROMPT.encode())
+
+
+async def test_status_and_models_tell_what_workers_said() -> None:
+    async with harness(prefill(), decode(round_tokens=2)) as h:
+        status = await h.stub.GetStatus(GetStatusRequest())
+        assert sorted((w.identity.role, w.available, w.num_stages) for w in status.workers) == [
+            (1, True, 2),
+            (2, True, 2),
+        ]
+        assert status.workers[0].fingerprint.fields["model_hash"] == "m"
+        models = await h.stub.ListModels(ListModelsRequest())
+        assert [(m.model_id, m.context_length, m.vocab_size) for m in models.models] == [("tiny", 4096, 260)]
+
+
+async def test_without_workers_a_request_fails_at_once_and_any_start_order_works() -> None:
+    """CASES F10, F11: decode and router first, prefill later."""
+    late, worker = prefill(), decode()
+    async with started(late):
+        pass
+    late_address = late.address
+    async with started(worker):
+        config = config_for(worker)
+        config = replace(config, workers=WorkerLists((late_address,), config.workers.decode))
+        async with running_router(config) as router, open_channel(router.address) as channel:
+            stub = RouterServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                _ = [m async for m in stub.Generate(request(text=PROMPT), timeout=5)]
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            await late.start(late_address)
+            await router.wait_until_usable(5)
+            assert [m async for m in stub.Generate(request(text=PROMPT, max_tokens=2), timeout=5)]
+        await late.stop()
+
+
+async def test_a_restarted_worker_is_forgotten_described_anew_and_serves_soon() -> None:
+    """CASES F01: restart at the same address; nothing of the old incarnation counts."""
+    worker = decode()
+    async with harness(prefill(), worker) as h:
+        await h.answer(text=PROMPT, max_tokens=2)
+        began = time.monotonic()
+        await worker.restart("two")
+        known = next(w for w in h.router.registry.workers if w.address == worker.address)
+        await until(lambda: known.incarnation == "two" and known.is_available, 5)
+        assert time.monotonic() - began < 5
+        for n in range(10):
+            assert (await h.answer(text=PROMPT, max_tokens=3, seed=n)).token_ids == reference_ids(IDS, 3, n)
+        assert worker.known_hashes[-1] == worker.card.card_hash, "the card is not sent twice"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_frozen_worker_is_noticed_and_its_requests_move(role: str) -> None:
+    """A worker that says nothing is hung: noticed within hang_timeout_s, its open requests go on elsewhere."""
+    workers = [prefill(), prefill(), decode(first_delay_s=0), decode()]
+    async with harness(*workers) as h:
+        decodes = workers[2:]
+        for worker in decodes:
+            worker.faults = deque([Fault(4 if role == "decode" else 0, hang=True)])
+        call = asyncio.create_task(h.answer(text=PROMPT, max_tokens=10, seed=2))
+        await until(lambda: decodes[0].requests or decodes[1].requests)
+        first = decodes[0] if decodes[0].requests else decodes[1]
+        for worker in decodes:
+            if worker is not first:
+                worker.faults.clear()
+        if role == "decode":
+            await first.first_token_sent.wait()
+            victim = first
+        else:
+            victim = next(w for w in workers[:2] if w.address == first.requests[0].prefill_address)
+            first.faults.clear()
+        began = time.monotonic()
+        victim.frozen.set()
+        victim.changed.set()
+        answer = await call
+        assert time.monotonic() - began < QUICK_HEALTH.hang_timeout_s + 1
+        assert answer.token_ids == reference_ids(IDS, 10, 2)
+        assert answer.finish.attempts == 2
+        known = next(w for w in h.router.registry.workers if w.address == victim.address)
+        assert not known.is_available
+        h.assert_quiescent()
+        victim.frozen.clear()
+        await until(lambda: known.is_available, 5)
+
+
+async def test_a_worker_that_answers_but_makes_no_progress_is_hung() -> None:
+    stuck = decode(load=WatchResponse(state=WorkerState.WORKER_STATE_SERVING, running=1, progress=7))
+    async with harness(prefill(), stuck, decode()) as h:
+        known = next(w for w in h.router.registry.workers if w.address == stuck.address)
+        await until(lambda: "no progress" in known.reason, 3)
+        assert (await h.answer(text=PROMPT, max_tokens=2)).finish.decode_address != stuck.address
+        stuck.load.progress = 8
+        stuck.changed.set()
+        await until(lambda: known.is_available, 3)
+
+
+async def test_an_idle_worker_is_never_hung() -> None:
+    async with harness(prefill(), decode()) as h:
+        await asyncio.sleep(QUICK_HEALTH.hang_timeout_s * 1.5)
+        assert all(w.is_available for w in h.router.registry.workers)
+        assert h.router.metrics.total(WORKER_LOST) == 0
+
+
+async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has() -> None:
+    one, two = decode(token_delay_s=0.01), decode(token_delay_s=0.01)
+    async with harness(prefill(), one, two) as h:
+        call = asyncio.create_task(h.answer(text=PROMPT, max_tokens=60, seed=1))
+        await until(lambda: one.requests or two.requests)
+        busy, other = (one, two) if one.requests else (two, one)
+        async with open_channel(busy.address) as channel:
+            await WorkerServiceStub(channel).Drain(DrainRequest())
+        known = next(w for w in h.router.registry.workers if w.address == busy.address)
+        await until(lambda: not known.is_available)
+        assert known.reason == "draining"
+        for _ in range(4):
+            assert (await h.answer(text=PROMPT, max_tokens=2)).finish.decode_address == other.address
+        answer = await call
+        assert (answer.token_ids, answer.finish.attempts) == (reference_ids(IDS, 60, 1), 1)
+
+
+async def test_incompatible_workers_are_never_paired_and_the_reason_is_told() -> None:
+    strange = prefill(fingerprint={"model_hash": "other", "page_size": "32", "draft_nodes": "4"})
+    worker = decode()
+    async with started(strange, worker), running_router(config_for(strange, worker)) as router:
+        await until(lambda: all(w.is_available for w in router.registry.workers) and list(router.registry.workers))
+        assert not router.registry.has_pair()
+        async with open_channel(router.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                _ = [m async for m in RouterServiceStub(channel).Generate(request(text=PROMPT), timeout=5)]
+        message = str(error_from_rpc(caught.value))
+        assert "model_hash" in message
+        assert "page_size" in message
+
+
+async def test_a_worker_of_the_wrong_role_or_with_a_bad_card_is_not_used() -> None:
+    broken = decode(card=model_card(tokenizer_json=b"{}"))
+    good = decode()
+    async with harness(prefill(), broken, good) as h:
+        known = next(w for w in h.router.registry.workers if w.address == broken.address)
+        await until(lambda: "tokenizer" in known.reason)
+        assert (await h.answer(text=PROMPT, max_tokens=2)).finish.decode_address == good.address
+
+
+async def test_a_breaker_opens_fails_fast_and_half_opens() -> None:
+    """CASES F07: no dispatch while the prefill's breaker is open; it serves again later."""
+    health = replace(QUICK_HEALTH, breaker_failures=3, breaker_open_s=0.4)
+    worker = decode(always=Fault(0, PeerUnavailableError("prefill unreachable"), Leg.PREFILL))
+    limits = replace(QUICK_REQUESTS, max_attempts=1, pair_wait_s=0.05)
+    async with harness(prefill(), worker, health=health, requests=limits) as h:
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await h.answer(text=PROMPT)
+        num_before = len(worker.requests)
+        began = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await h.answer(text=PROMPT)
+        assert time.monotonic() - began < 0.3
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "breaker" in caught.value.details()
+        assert len(worker.requests) == num_before
+        worker.always = None
+        known = next(w for w in h.router.registry.workers if w.role.leg is Leg.PREFILL)
+        await until(lambda: known.is_available)
+        assert (await h.answer(text=PROMPT, max_tokens=4)).finish is not None
+        assert known.breaker.retry_in_s == 0
+
+
+async def test_failures_count_against_the_leg_that_failed() -> None:
+    health = replace(QUICK_HEALTH, breaker_failures=1, breaker_open_s=30)
+    prefills = [prefill(), prefill()]
+    worker = decode(faults=deque([Fault(0, InternalError("x"), Leg.PREFILL)]))
+    async with harness(*prefills, worker, health=health) as h:
+        answer = await h.answer(text=PROMPT, max_tokens=3)
+        assert answer.finish.attempts == 2
+        open_ones = [w.address for w in h.router.registry.workers if w.breaker.is_open]
+        assert open_ones == [worker.requests[0].prefill_address]
+
+
+# --- sources --------------------------------------------------------------------------------------------------
+
+
+async def test_a_workers_file_is_followed(tmp_path: Path) -> None:
+    one, two, first = decode(), decode(), prefill()
+    path = tmp_path / "workers.json"
+    async with started(one, two, first):
+        path.write_text(json.dumps({"prefill": [first.address], "decode": [one.address]}))
+        config = replace(config_for(), workers_file=path, discovery_interval_s=0.02)
+        async with running_router(config) as router:
+            await router.wait_until_usable(5)
+            toml = tmp_path / "next"
+            toml.write_text(json.dumps({"prefill": [first.address], "decode": [two.address]}))
+            toml.rename(path)
+            await until(lambda: {w.address for w in router.registry.workers} == {two.address, first.address})
+            path.write_text("{ not json")
+            await asyncio.sleep(0.1)
+            assert {w.address for w in router.registry.workers} == {two.address, first.address}
+
+
+async def test_a_worker_taken_off_the_list_finishes_its_requests(tmp_path: Path) -> None:
+    worker, first = decode(token_delay_s=0.01), prefill()
+    path = tmp_path / "workers.json"
+    async with started(worker, first):
+        path.write_text(json.dumps({"prefill": [first.address], "decode": [worker.address]}))
+        config = replace(config_for(), workers_file=path, discovery_interval_s=0.02)
+        async with running_router(config) as router, open_channel(router.address) as channel:
+            await router.wait_until_usable(5)
+            call = RouterServiceStub(channel).Generate(request(text=PROMPT, max_tokens=50, seed=1), timeout=10)
+            ids: list[int] = []
+            async for message in call:
+                ids += message.token_ids
+                if path.read_text().count(worker.address):
+                    path.write_text(json.dumps({"prefill": [first.address], "decode": []}))
+                    await until(lambda: len(list(router.registry.workers)) == 1)
+            assert ids == reference_ids(IDS, 50, 1)
+
+
+def test_worker_files_are_checked(tmp_path: Path) -> None:
+    toml = tmp_path / "w.toml"
+    toml.write_text('prefill = ["a:1"]\ndecode = ["b:2", "dns:c:3"]\n')
+    assert read_worker_lists(toml) == WorkerLists(("a:1",), ("b:2", "dns:c:3"))
+    for content in ("[]", '{"prefill": "a:1"}', '{"prefill": ["nohost"]}', '{"other": []}', '{"decode": [1]}'):
+        path = tmp_path / "w.json"
+        path.write_text(content)
+        with pytest.raises(InvalidRequestError):
+            read_worker_lists(path)
+
+
+async def test_names_are_resolved_and_keep_their_last_addresses() -> None:
+    source = ListSource(WorkerLists(decode=("dns:localhost:7", "127.0.0.1:8")))
+    lists = await source.workers()
+    assert "127.0.0.1:7" in lists.decode
+    assert lists.decode[-1] == "127.0.0.1:8"
+    assert (await ListSource(WorkerLists(prefill=("dns:no-such-name.invalid:1",))).workers()).prefill == ()
+    assert (await FileSource(Path("/nonexistent/w.json")).workers()) == WorkerLists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"listen": "nowhere"}, "listen"),
+        ({"http_listen": "x:y"}, "http_listen"),
+        ({"workers": WorkerLists(prefill=("bad",))}, "workers.prefill"),
+        ({"health": replace(QUICK_HEALTH, hang_timeout_s=0.01)}, "health.hang_timeout_s"),
+        ({"requests": replace(QUICK_REQUESTS, max_attempts=0)}, "requests.max_attempts"),
+    ],
+)
+def test_a_bad_config_names_its_field(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        RouterConfig(**fields)  # type: ignore[arg-type]
+    assert caught.value.field == named
+
+
+async def test_a_wildcard_is_never_advertised() -> None:
+    """CASES D01."""
+    with pytest.raises(InvalidRequestError, match="advertise"):
+        async with running_router(RouterConfig(listen="0.0.0.0:0")):
+            pass
+    async with running_router(RouterConfig(listen="0.0.0.0:0", advertise="localhost")) as router:
+        assert router.address.startswith("localhost:")
