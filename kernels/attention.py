@@ -1,10 +1,18 @@
 """Attention of a batch's rows over paged KV; every row is reduced on its own, in order of position."""
 
+from ctypes import byref
+
 import torch
 from torch import Tensor
 
 from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.checks import check_rows
 from graftline.kernels.kv_write import check_pages
+from graftline.kernels.native_library import native_library, num_threads
+from graftline.kernels.native_structs import native_batch, native_pages
+
+MAX_HEAD_DIM = 256
+_MAX_GROUP = 64
 
 
 def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
@@ -28,7 +36,25 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Attentio
     rows, heads, head_dim = q.shape
     if rows != batch.num_rows or head_dim != k_pages.shape[3] or heads % k_pages.shape[2]:
         raise ValueError(f"q {tuple(q.shape)} for {batch.num_rows} rows and pages {tuple(k_pages.shape)}")
-    return paged_attention_reference(q, k_pages, v_pages, batch, scale)
+    check_rows("q", q)
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM or heads // k_pages.shape[2] > _MAX_GROUP:
+        raise ValueError(f"q {tuple(q.shape)}: head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, groups up to 64")
+    library = native_library() if q.device.type == "cpu" else None
+    if library is None:
+        return paged_attention_reference(q, k_pages, v_pages, batch, scale)
+    out = torch.empty(q.shape)
+    library.gl_paged_attention(
+        byref(native_batch(batch)),
+        byref(native_pages(k_pages, v_pages)),
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        heads,
+        scale,
+        num_threads(rows * heads),
+    )
+    return out
 
 
 def visible_slots(batch: AttentionBatch, row: int) -> list[int]:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from graftline.kernels.native_library import native_library, num_threads
+
 
 def compact_kv(pool: Tensor, page_tables: Tensor, starts: Tensor, accepted: Tensor) -> None:
     """For every sequence, copies slot `start + accepted[j]` to slot `start + j`, for j in order.
@@ -22,7 +24,27 @@ def compact_kv(pool: Tensor, page_tables: Tensor, starts: Tensor, accepted: Tens
         raise ValueError(f"pool: {pool.dtype} {tuple(pool.shape)} is not contiguous bytes [pages, planes, size, bytes]")
     if page_tables.shape[0] != starts.shape[0] or accepted.shape[0] != starts.shape[0]:
         raise ValueError(f"{page_tables.shape[0]} page tables, {starts.shape[0]} starts, {accepted.shape[0]} paths")
-    compact_kv_reference(pool, page_tables, starts, accepted)
+    for name, ints in (("page_tables", page_tables), ("starts", starts), ("accepted", accepted)):
+        if ints.dtype != torch.int32 or not ints.is_contiguous():
+            raise ValueError(f"{name}: {ints.dtype} with strides {ints.stride()}, contiguous int32 is wanted")
+    library = native_library() if pool.device.type == "cpu" else None
+    if library is None:
+        compact_kv_reference(pool, page_tables, starts, accepted)
+        return
+    _, planes, page_size, token_bytes = pool.shape
+    library.gl_compact_kv(
+        pool.data_ptr(),
+        planes,
+        page_size,
+        token_bytes,
+        page_tables.data_ptr(),
+        page_tables.shape[1],
+        starts.data_ptr(),
+        accepted.data_ptr(),
+        accepted.shape[0],
+        accepted.shape[1],
+        num_threads(planes),
+    )
 
 
 def compact_kv_reference(pool: Tensor, page_tables: Tensor, starts: Tensor, accepted: Tensor) -> None:

@@ -1,9 +1,14 @@
 """Writes the K and V of a forward's rows into their pages."""
 
+from ctypes import byref
+
 import torch
 from torch import Tensor
 
 from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.checks import check_rows
+from graftline.kernels.native_library import native_library, num_threads
+from graftline.kernels.native_structs import native_batch, native_pages
 
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch) -> None:
@@ -23,7 +28,21 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Atte
     check_pages(k_pages, v_pages, batch.page_size)
     if k.shape != v.shape or k.shape != (batch.num_rows, *k_pages.shape[2:]):
         raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} for pages {tuple(k_pages.shape)}")
-    write_kv_reference(k, v, k_pages, v_pages, batch)
+    check_rows("k", k)
+    check_rows("v", v)
+    library = native_library() if k.device.type == "cpu" else None
+    if library is None:
+        write_kv_reference(k, v, k_pages, v_pages, batch)
+        return
+    library.gl_write_kv(
+        byref(native_batch(batch)),
+        byref(native_pages(k_pages, v_pages)),
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        num_threads(batch.num_rows // 64),
+    )
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch) -> None:
@@ -39,8 +58,10 @@ def check_pages(k_pages: Tensor, v_pages: Tensor, page_size: int) -> None:
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if pages.dim() != 4 or pages.shape[1] != page_size or pages.shape != k_pages.shape:
             raise ValueError(f"{name}: shape {tuple(pages.shape)} with pages of {page_size}")
-        if pages.dtype not in (torch.float32, torch.bfloat16, torch.float16) or pages.dtype != k_pages.dtype:
+        if pages.dtype not in (torch.float32, torch.bfloat16) or pages.dtype != k_pages.dtype:
             raise ValueError(f"{name}: {pages.dtype}")
+        if pages.stride(0) != k_pages.stride(0):
+            raise ValueError(f"{name}: stride {pages.stride(0)} between pages, k_pages has {k_pages.stride(0)}")
         _, size, heads, dim = pages.shape
         inner = pages.stride()[1:]
         if inner != (heads * dim, dim, 1) and size * heads * dim > 0:

@@ -4,11 +4,18 @@ On CPU a weight is packed once into panels of 16 output features, so that vector
 output sums k = 0, 1, 2, … in order. Bits of a row therefore depend on neither the number of rows nor of threads.
 """
 
-from dataclasses import dataclass
+from ctypes import byref
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
+
+from graftline.kernels.checks import check_rows
+from graftline.kernels.native_library import native_library, num_threads
+from graftline.kernels.native_structs import NativeWeight, native_type, native_weight
+
+PANEL = 16  # output features a panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +27,16 @@ class LinearWeight:
         in_features: length of an input row.
         out_features: length of an output row.
         bias: [out_features] float32 (type of data on CUDA) or None.
+        scale: [out_features] float32 factors of an int8 weight, or None.
+        native: what the C library sees; None when `data` is the plain matrix.
     """
 
     data: Tensor
     in_features: int
     out_features: int
     bias: Tensor | None
+    scale: Tensor | None = None
+    native: NativeWeight | None = field(default=None, repr=False, compare=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,16 +46,17 @@ class LinearWeight:
     @property
     def num_bytes(self) -> int:
         """Bytes of weight and bias."""
-        bias_bytes = 0 if self.bias is None else self.bias.numel() * self.bias.element_size()
-        return self.data.numel() * self.data.element_size() + bias_bytes
+        return sum(part.nbytes for part in (self.data, self.bias, self.scale) if part is not None)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
+def pack_linear(weight: Tensor, bias: Tensor | None = None, *, storage: torch.dtype | None = None) -> LinearWeight:
     """Packs a weight for `linear`. The original is not kept.
 
     Args:
         weight: [out, in] float32 or bfloat16.
         bias: [out] or None.
+        storage: type to keep the weight in; its own by default. `torch.int8` (CPU) rounds every output's weights to
+            multiples of their largest magnitude / 127: for drafters, whose outputs need not be exact.
 
     Raises:
         ValueError: an unsupported type or shape.
@@ -53,9 +65,28 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
         raise ValueError(f"weight: {weight.dtype} {tuple(weight.shape)} is not a float32 or bfloat16 matrix")
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"bias: shape {tuple(bias.shape)} for {weight.shape[0]} outputs")
+    storage = storage or weight.dtype
+    if storage not in (torch.float32, torch.bfloat16) and (storage != torch.int8 or weight.is_cuda):
+        raise ValueError(f"storage: {storage} on {weight.device}")
     if bias is not None:
-        bias = bias.to(weight.dtype if weight.is_cuda else torch.float32).contiguous()
-    return LinearWeight(weight.contiguous(), weight.shape[1], weight.shape[0], bias)
+        bias = bias.to(storage if weight.is_cuda else torch.float32).contiguous()
+    scale = None
+    if storage == torch.int8:
+        weight, scale = _quantise(weight)
+    weight = weight.to(storage).contiguous()
+    out_features, in_features = weight.shape
+    library = native_library() if weight.device.type == "cpu" else None
+    if library is None:
+        return LinearWeight(weight, in_features, out_features, bias, scale)
+    depth = (in_features + 1) // 2 * 2 if storage == torch.bfloat16 else in_features
+    data = torch.empty(((out_features + PANEL - 1) // PANEL, depth, PANEL), dtype=storage)
+    library.gl_advise_huge_pages(data.data_ptr(), data.nbytes)
+    data[-1] = 0
+    if depth != in_features:
+        data.zero_()
+    library.gl_pack_panels(weight.data_ptr(), out_features, in_features, native_type(storage), data.data_ptr())
+    native = native_weight(data, scale, bias, in_features, out_features)
+    return LinearWeight(data, in_features, out_features, bias, scale, native)
 
 
 def linear(x: Tensor, w: LinearWeight) -> Tensor:
@@ -75,7 +106,14 @@ def linear(x: Tensor, w: LinearWeight) -> Tensor:
         raise ValueError(f"x: shape {tuple(x.shape)} for a weight with {w.in_features} inputs")
     if x.is_cuda:
         return torch_linear(x, w.data, w.bias)
-    return linear_reference(x, w)
+    check_rows("x", x)
+    library = native_library()
+    if library is None or w.native is None:
+        return linear_reference(x, w)
+    out = torch.empty((x.shape[0], w.out_features))
+    threads = num_threads(w.data.numel() // 32768)
+    library.gl_linear(byref(w.native), x.data_ptr(), x.stride(0), out.data_ptr(), w.out_features, x.shape[0], threads)
+    return out
 
 
 def unpack_rows(w: LinearWeight, row_ids: Tensor) -> Tensor:
@@ -91,10 +129,30 @@ def unpack_rows(w: LinearWeight, row_ids: Tensor) -> Tensor:
     Raises:
         ValueError: an id outside the matrix (CPU only).
     """
-    rows = w.data[row_ids]
-    return rows if rows.is_cuda else rows.float()
+    library = native_library()
+    if library is None or w.native is None:
+        rows = w.data[row_ids]
+        if rows.is_cuda:
+            return rows
+        return rows.float() if w.scale is None else rows.float() * w.scale[row_ids].unsqueeze(1)
+    row_ids = row_ids.contiguous()
+    if row_ids.dtype != torch.int64 or row_ids.dim() != 1:
+        raise ValueError(f"row_ids: {row_ids.dtype} {tuple(row_ids.shape)}, a vector of int64 is wanted")
+    out = torch.empty((row_ids.shape[0], w.in_features))
+    num_bad = library.gl_unpack_rows(byref(w.native), row_ids.data_ptr(), row_ids.shape[0], out.data_ptr())
+    if num_bad:
+        raise ValueError(f"row_ids: {num_bad} of {row_ids.shape[0]} ids lie outside [0, {w.out_features})")
+    return out
 
 
 def linear_reference(x: Tensor, w: LinearWeight) -> Tensor:
     """The specification, in float32."""
-    return torch_linear(x.float(), w.data.float(), w.bias).to(x.dtype)
+    weight = unpack_rows(w, torch.arange(w.out_features, device=x.device)).float()
+    return torch_linear(x.float(), weight, None if w.bias is None else w.bias.float()).to(x.dtype)
+
+
+def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers in [-127, 127] and the factor of every output."""
+    wide = weight.float()
+    scale = wide.abs().amax(dim=1).clamp(min=1e-30) / 127.0
+    return (wide / scale.unsqueeze(1)).round(), scale

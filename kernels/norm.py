@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from graftline.kernels.checks import check_rows
+from graftline.kernels.native_library import native_library, num_threads
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension.
@@ -15,8 +18,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Returns:
         [..., dim] contiguous, type of x.
+
+    Raises:
+        ValueError: shapes, strides or types that do not fit.
     """
-    return rms_norm_reference(x, weight, eps)
+    _check(x, weight)
+    library = native_library() if x.device.type == "cpu" else None
+    if library is None:
+        return rms_norm_reference(x, weight, eps)
+    rows, heads, dim = x.shape[0], x.numel() // max(1, x.shape[0] * x.shape[-1]), x.shape[-1]
+    out = torch.empty(x.shape)
+    threads = num_threads(x.numel() // 16384)
+    library.gl_rms_norm(x.data_ptr(), x.stride(0), rows, heads, dim, weight.data_ptr(), eps, out.data_ptr(), threads)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -27,9 +41,29 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         residual: [rows, dim].
         weight: [dim].
         eps: added to the mean square.
+
+    Raises:
+        ValueError: shapes, strides or types that do not fit.
     """
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total
+    _check(x, weight)
+    if x.dim() != 2 or x.shape != residual.shape or not x.is_contiguous() or not residual.is_contiguous():
+        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must be equal, contiguous matrices")
+    library = native_library() if x.device.type == "cpu" else None
+    if library is None:
+        total = x + residual
+        return rms_norm_reference(total, weight, eps), total
+    out, total = torch.empty(x.shape), torch.empty(x.shape)
+    library.gl_add_rms_norm(
+        x.data_ptr(),
+        residual.data_ptr(),
+        *x.shape,
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+        total.data_ptr(),
+        num_threads(x.numel() // 16384),
+    )
+    return out, total
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,3 +71,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(x.dtype)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ValueError(f"weight: {weight.dtype} {tuple(weight.shape)} for x {x.dtype} {tuple(x.shape)}")
+    if x.dim() < 2:
+        raise ValueError(f"x: shape {tuple(x.shape)} has no rows")
+    check_rows("x", x)

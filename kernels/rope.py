@@ -1,6 +1,10 @@
 """Rotary position embedding, NeoX halves (Su et al. 2021), in place, also over a part of the head only."""
 
+import torch
 from torch import Tensor
+
+from graftline.kernels.checks import check_rows
+from graftline.kernels.native_library import native_library, num_threads
 
 
 def rope_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -20,8 +24,35 @@ def rope_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> 
         raise ValueError(f"{q.shape[0]} q rows and {k.shape[0]} k rows for {positions.shape[0]} positions")
     if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[2] or q.shape[2] != k.shape[2]:
         raise ValueError(f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} for heads of {q.shape[2]} and {k.shape[2]}")
-    rope_reference_(q, positions, cos, sin)
-    rope_reference_(k, positions, cos, sin)
+    check_rows("q", q)
+    check_rows("k", k)
+    library = native_library() if q.device.type == "cpu" else None
+    if library is None:
+        rope_reference_(q, positions, cos, sin)
+        rope_reference_(k, positions, cos, sin)
+        return
+    if (
+        positions.dtype != torch.int32
+        or cos.dtype != torch.float32
+        or not cos.is_contiguous()
+        or not sin.is_contiguous()
+    ):
+        raise ValueError(f"positions {positions.dtype}, cos {cos.dtype}: int32 and contiguous float32 are wanted")
+    library.gl_rope(
+        q.data_ptr(),
+        q.stride(0),
+        q.shape[1],
+        k.data_ptr(),
+        k.stride(0),
+        k.shape[1],
+        q.shape[0],
+        q.shape[2],
+        positions.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[1],
+        num_threads(q.numel() // 16384),
+    )
 
 
 def rope_reference_(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:

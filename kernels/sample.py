@@ -5,11 +5,14 @@ Order of the steps, that of Hugging Face and vLLM: temperature, top-k, top-p, mi
 """
 
 from collections.abc import Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from graftline.kernels.checks import check_rows
+from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.philox import gumbel, random_words
 
 _LARGEST_INVERSE_TEMPERATURE = 3e38
@@ -88,7 +91,37 @@ def sample(logits: Tensor, params: SamplingRows, positions: Tensor) -> Tensor:
     """
     if logits.dim() != 2 or positions.shape != logits.shape[:1] or params.seed.shape != positions.shape:
         raise ValueError(f"logits {tuple(logits.shape)}, {positions.shape[0]} positions, {params.seed.shape[0]} params")
-    return sample_reference(logits, params, positions)
+    if params.is_greedy:
+        return argmax(logits)
+    library = _library_for(logits)
+    if library is None:
+        return sample_reference(logits, params, positions)
+    rows, count = logits.shape
+    places = positions.long().contiguous()
+    ids = torch.empty(rows, dtype=torch.int64)
+    library.gl_sample(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        count,
+        params.temperature.data_ptr(),
+        params.top_k.data_ptr(),
+        params.top_p.data_ptr(),
+        params.min_p.data_ptr(),
+        params.seed.data_ptr(),
+        places.data_ptr(),
+        ids.data_ptr(),
+        num_threads(rows),
+    )
+    return ids
+
+
+def _library_for(logits: Tensor) -> CDLL | None:
+    """The C library if these logits are for it."""
+    if logits.device.type != "cpu":
+        return None
+    check_rows("logits", logits)
+    return native_library() if logits.numel() else None
 
 
 def sample_reference(logits: Tensor, params: SamplingRows, positions: Tensor) -> Tensor:
@@ -141,7 +174,13 @@ def argmax(logits: Tensor) -> Tensor:
     Returns:
         [rows] int64; -1 for a row with a NaN or +inf, or without any finite logit.
     """
-    return argmax_reference(logits)
+    library = _library_for(logits)
+    if library is None:
+        return argmax_reference(logits)
+    rows, count = logits.shape
+    ids = torch.empty(rows, dtype=torch.int64)
+    library.gl_argmax(logits.data_ptr(), logits.stride(0), rows, count, ids.data_ptr(), num_threads(rows))
+    return ids
 
 
 def argmax_reference(logits: Tensor) -> Tensor:
@@ -160,14 +199,37 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         k: 1 <= k <= n.
 
     Returns:
-        ([rows, k] float32 log-softmax values, [rows, k] int64 ids), ordered by (logit descending, id ascending).
+        ([rows, k] float32 log-softmax values, [rows, k] int64 ids), ordered by (logit descending, id ascending). When
+        fewer than k logits are finite, the rest has value -inf and no meaningful id.
 
     Raises:
         ValueError: k out of range.
     """
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"k: {k} of {logits.shape[-1]} logits")
-    return top_k_reference(logits, k)
+    library = _library_for(logits)
+    if library is None:
+        return top_k_reference(logits, k)
+    values, ids, _ = _native_top_k(library, logits, k)
+    return values, ids
+
+
+def _native_top_k(library: CDLL, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values and ids of `top_k`, and the log-normaliser [rows]."""
+    rows, count = logits.shape
+    values, ids, norms = torch.empty((rows, k)), torch.empty((rows, k), dtype=torch.int64), torch.empty(rows)
+    library.gl_top_k(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        count,
+        k,
+        values.data_ptr(),
+        ids.data_ptr(),
+        norms.data_ptr(),
+        num_threads(rows),
+    )
+    return values, ids, norms
 
 
 def top_k_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -187,8 +249,13 @@ def token_logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, T
     Returns:
         ([rows] log-probabilities, [rows, num_top] log-probabilities, [rows, num_top] int64 ids).
     """
+    num_top = min(num_top, logits.shape[1])
+    library = _library_for(logits)
+    if library is not None:
+        values, top_ids, norms = _native_top_k(library, logits, num_top)
+        return logits.gather(1, ids.unsqueeze(1)).squeeze(1) - norms, values, top_ids
     if num_top > 0:
-        values, top_ids = top_k(logits, min(num_top, logits.shape[1]))
+        values, top_ids = top_k(logits, num_top)
         norm = logits.gather(1, top_ids[:, :1]) - values[:, :1]
     else:
         values = logits.new_empty((logits.shape[0], 0))
