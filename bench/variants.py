@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
@@ -61,10 +61,18 @@ def parse_variant(text: str) -> Variant:
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """`key:value,key:value`; a value may hold further colons. Raises as `parse_variant`."""
+    """`key:value,key:value`; a value may hold further colons, and commas: `split:10,20,stages:2` is two settings.
+
+    Raises as `parse_variant`.
+    """
     settings: dict[str, str] = {}
+    key = ""
     for part in filter(None, (part.strip() for part in text.split(","))):
-        key, colon, value = part.partition(":")
+        before, colon, value = part.partition(":")
+        if not colon and key:
+            settings[key] += f",{part}"
+            continue
+        key = before
         if not colon or not key:
             raise InvalidRequestError("variant", f"{part!r} is not key:value")
         if key in settings:
@@ -114,15 +122,17 @@ def baseline_settings(variant: Variant, model: str, threads: int) -> BaselineSet
         InvalidRequestError: an unknown setting or value.
     """
     start = BaselineSettings(kind=BaselineKind.PLAIN_LOOP, model=model, threads=threads)
-    given = dict(variant.settings)
-    given["kind"] = given.pop("baseline")
     hints = get_type_hints(BaselineSettings)
-    changes = {key: _converted(f"{variant.name}.{key}", text, hints, key) for key, text in given.items()}
+    changes = {
+        name: _converted(f"{variant.name}.{key}", text, hints, name)
+        for key, text in variant.settings.items()
+        for name in ["kind" if key == "baseline" else key]
+    }
     return msgspec.structs.replace(start, **changes)
 
 
 def with_settings(spec: S, settings: Mapping[str, str], where: str = "") -> S:
-    """A frozen dataclass with settings changed; `a.b` reaches into a dataclass inside it.
+    """A frozen dataclass with settings changed; `a.b` reaches into a dataclass or a mapping of texts inside it.
 
     Args:
         where: put before field names in messages.
@@ -147,9 +157,12 @@ def with_settings(spec: S, settings: Mapping[str, str], where: str = "") -> S:
             changes[name] = _converted(f"{where}{key}", text, hints, name)
     for name, inner_settings in inner.items():
         value = changes.get(name, getattr(spec, name))
-        if not is_dataclass(value):
+        if isinstance(value, Mapping):
+            changes[name] = {**value, **inner_settings}
+        elif is_dataclass(value):
+            changes[name] = with_settings(value, inner_settings, f"{where}{name}.")
+        else:
             raise InvalidRequestError(f"{where}{name}", "has no settings inside it")
-        changes[name] = with_settings(value, inner_settings, f"{where}{name}.")
     return replace(spec, **changes)
 
 
@@ -157,17 +170,17 @@ def _converted(field: str, text: str, hints: Mapping[str, Any], name: str) -> An
     if name not in hints:
         raise InvalidRequestError(field, f"there is no such setting; there are: {', '.join(sorted(hints))}")
     wanted = hints[name]
-    if wanted == dict[str, str]:
-        return parse_settings(text)
     candidates: list[Any] = [text, _WORDS.get(text.lower(), text)]
-    if "tuple" in str(wanted) or "Sequence" in str(wanted):
-        candidates = [text.split("+") if text else []]
+    if get_origin(wanted) is tuple:
+        candidates = [text.split(",") if text else []]
     problem = ""
     for candidate in candidates:
         try:
             return msgspec.convert(candidate, wanted, strict=False, dec_hook=_from_text)
         except msgspec.ValidationError as error:
             problem = str(error)
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        problem = f"choose of {', '.join(str(entry.value) for entry in wanted)}"
     raise InvalidRequestError(field, f"{text!r} does not fit: {problem}")
 
 
@@ -181,7 +194,7 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
-        return "+".join(str(entry) for entry in value)
+        return ",".join(str(entry) for entry in value)
     return str(value)
 
 
