@@ -147,10 +147,10 @@ async def test_tls_with_and_without_client_certificates(pems: Path) -> None:
 async def test_frequent_pings_over_a_silent_call_do_not_end_the_channel() -> None:
     """CASES G08: matching keepalive on both ends."""
     async with serving() as server:
-        eager = (("grpc.keepalive_time_ms", 600), ("grpc.http2.max_pings_without_data", 0))
+        eager = (("grpc.keepalive_time_ms", 300), ("grpc.http2.max_pings_without_data", 0))
         options = [*eager, ("grpc.keepalive_permit_without_calls", 1), ("grpc.keepalive_timeout_ms", 2000)]
         async with grpc.aio.insecure_channel(server.address, options=options) as channel:
-            call = WorkerServiceStub(channel).Watch(WatchRequest(interval_s=4))
+            call = WorkerServiceStub(channel).Watch(WatchRequest(interval_s=4.5))
             assert (await call.read()).incarnation == "x"
 
 
