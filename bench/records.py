@@ -22,7 +22,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """As `graftline.v1.SpeculationStats`. `tree_origin`: none, real, root_only, or "" where the peer says nothing."""
+    """As `graftline.v1.SpeculationStats`. `tree_origin`: none, real, root-only or unknown."""
 
     rounds: int = 0
     drafted: int = 0

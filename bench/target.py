@@ -1,19 +1,18 @@
 """Where requests are sent: the face every system under test shows, and the one for a running router."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
-import grpc
-
+from graftline import client
 from graftline.bench.prompt_set import Prompt
 from graftline.bench.records import Handoff, Speculation
-from graftline.proto.channel import ANONYMOUS, Access, open_channel
-from graftline.proto.status import error_from_rpc
-from graftline.proto.v1.common_pb2 import FinishReason, TreeOrigin
-from graftline.proto.v1.router_pb2 import ChatMessage, GenerateFinish, GenerateRequest
-from graftline.proto.v1.router_pb2_grpc import RouterServiceStub
+from graftline.client.retry import RetryPolicy
+from graftline.proto.channel import ANONYMOUS, Access
+
+_NO_RETRY = RetryPolicy(attempts=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Target(Protocol):
 
 
 class RouterTarget:
-    """A router that runs already.
+    """A router that runs already. Nothing is retried on the client's side: that would hide failures.
 
     Args:
         address: host:port.
@@ -69,10 +68,8 @@ class RouterTarget:
 
     def __init__(self, address: str, access: Access = ANONYMOUS, model: str = "") -> None:
         self.address = address
-        self._access = access
         self._model = model
-        self._channel = open_channel(address, access)
-        self._stub = RouterServiceStub(self._channel)
+        self._client = client.AsyncClient(address, token=access.token, tls=access.tls, retry=_NO_RETRY)
 
     async def __aenter__(self) -> Self:
         return self
@@ -80,46 +77,34 @@ class RouterTarget:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.close()
+        await self._client.close()
 
-    async def stream(self, request: BenchRequest, timeout_s: float) -> AsyncGenerator[Message]:
+    async def stream(self, request: BenchRequest, timeout_s: float) -> AsyncGenerator[Message, None]:
         """See `Target`."""
-        call = self._stub.Generate(
-            _as_proto(request, self._model), timeout=timeout_s, metadata=self._access.metadata, wait_for_ready=True
+        deltas = self._client.generate(
+            _prompt(request.prompt),
+            timeout_s=timeout_s,
+            model=self._model,
+            temperature=request.temperature,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            ignore_eos=request.ignore_eos,
         )
-        try:
-            async for response in call:
-                finish = _finish(response.finish) if response.HasField("finish") else None
-                yield Message(tuple(response.token_ids), finish)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
-        finally:
-            call.cancel()
+        async with aclosing(cast(AsyncGenerator[client.Delta, None], deltas)) as open_deltas:
+            async for delta in open_deltas:
+                yield Message(delta.token_ids, _finish(delta.finish) if delta.finish else None)
 
 
-def _as_proto(request: BenchRequest, model: str) -> GenerateRequest:
-    made = GenerateRequest(
-        model=model,
-        temperature=request.temperature,
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        ignore_eos=request.ignore_eos,
-    )
-    prompt = request.prompt
+def _prompt(prompt: Prompt) -> client.Prompt:
     if prompt.messages:
-        made.chat.messages.extend(ChatMessage(role=turn.role, content=turn.content) for turn in prompt.messages)
-    elif prompt.token_ids:
-        made.tokens.token_ids.extend(prompt.token_ids)
-    else:
-        made.text = prompt.text
-    return made
+        return [client.Message(turn.role, turn.content) for turn in prompt.messages]
+    return prompt.token_ids or prompt.text
 
 
-def _finish(finish: GenerateFinish) -> Finish:
-    speculation = finish.speculation
-    handoff = finish.handoff
+def _finish(finish: client.Finish) -> Finish:
+    speculation, handoff = finish.speculation, finish.handoff
     return Finish(
-        reason=FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
+        reason=finish.reason.value,
         num_prompt_tokens=finish.usage.prompt_tokens,
         num_cached_tokens=finish.usage.cached_tokens,
         attempts=finish.attempts,
@@ -129,17 +114,13 @@ def _finish(finish: GenerateFinish) -> Finish:
             accepted=speculation.accepted,
             first_round_drafted=speculation.first_round_drafted,
             first_round_accepted=speculation.first_round_accepted,
-            tree_origin=TreeOrigin.Name(speculation.tree_origin).removeprefix("TREE_ORIGIN_").lower(),
-        )
-        if finish.HasField("speculation")
-        else None,
+            tree_origin=speculation.tree_origin.value,
+        ),
         handoff=Handoff(
-            bytes=handoff.bytes,
+            bytes=handoff.num_bytes,
             write_s=handoff.write_s,
             queue_s=handoff.queue_s,
             prefill_s=handoff.prefill_s,
             chunks=handoff.chunks,
-        )
-        if finish.HasField("handoff")
-        else None,
+        ),
     )
