@@ -54,7 +54,8 @@ class MooncakeConfig:
         stall_timeout_s: a TCP write without any progress for this long has failed. Late bytes of a failed write can
             land until the peer has read what its kernel holds: see `docs/transfer.md`.
         contact_timeout_s: how long a peer may take to answer before anything is sent to it.
-        max_in_flight: writes that are under way to one peer at a time.
+        max_in_flight: copies that are under way to one peer at a time.
+        max_copy_bytes: longer copies are cut, so that several connections carry them.
         min_port: lowest port of the control listener, together with `max_port`.
         max_port: one past its highest port.
         intra_node_nvlink: GPU memory goes over NVLink or peer copies to peers of this host (CUDA builds).
@@ -68,7 +69,8 @@ class MooncakeConfig:
     device: str = ""
     stall_timeout_s: int = 10
     contact_timeout_s: float = 5.0
-    max_in_flight: int = 64
+    max_in_flight: int = 16
+    max_copy_bytes: int = 4 << 20
     min_port: int = 15000
     max_port: int = 17000
     intra_node_nvlink: bool = False
@@ -80,6 +82,7 @@ class MooncakeConfig:
         _require("stall_timeout_s", self.stall_timeout_s >= 1, f"{self.stall_timeout_s} is below 1")
         _require("contact_timeout_s", self.contact_timeout_s > 0, f"{self.contact_timeout_s} is not positive")
         _require("max_in_flight", 1 <= self.max_in_flight <= 512, f"{self.max_in_flight} is outside [1, 512]")
+        _require("max_copy_bytes", self.max_copy_bytes >= 4096, f"{self.max_copy_bytes} is below 4096")
         ports = f"[{self.min_port}, {self.max_port})"
         _require("min_port", 1024 <= self.min_port < self.max_port <= 65535, f"{ports} is no port range")
 

@@ -14,7 +14,7 @@ What the engine does when left alone, and what is done about it here:
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -75,16 +75,33 @@ class _Session:
 
 @dataclass(slots=True)
 class _Attempt:
-    """How one pass over some copies went."""
+    """One pass over some copies."""
 
-    failed: list[Copy]
-    submitted: int
-    seconds: float
-    timed_out: bool
+    start_s: float
+    waiting: deque[Copy]
+    under_way: deque[tuple[int, Copy]] = field(default_factory=deque)
+    failed: list[Copy] = field(default_factory=list)
+    submitted: int = 0
+    timed_out: bool = False
+    seconds: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether all copies arrived, or one failed and the engine has let go of the others."""
+        return not self.under_way and (not self.waiting or bool(self.failed))
 
     @property
     def quick(self) -> bool:
+        """Whether the failure came so soon that the peer's side of the connection must have been gone."""
         return not self.timed_out and self.seconds < _QUICK_FAILURE_S
+
+    def give_up(self) -> list[int]:
+        """Closes the books: what did not arrive has failed. Returns the batches that the engine still holds."""
+        self.seconds = time.monotonic() - self.start_s
+        batch_ids = [batch_id for batch_id, _ in self.under_way]
+        self.failed += [copy for _, copy in self.under_way]
+        self.failed += self.waiting
+        return batch_ids
 
 
 class MooncakeTransport:
@@ -192,7 +209,7 @@ class MooncakeTransport:
     def _write(self, session: _Session, copies: Sequence[Copy], deadline_s: float) -> None:
         self._reap(session)
         self._make_contact(session, deadline_s)
-        first = self._attempt(session, copies, deadline_s)
+        first = self._attempt(session, _cut(copies, self._config.max_copy_bytes), deadline_s)
         if not first.failed:
             return
         session.reachable = session.opened = False
@@ -229,41 +246,46 @@ class MooncakeTransport:
             raise TransferFailedError(f"{session.session_id} cannot be reached ({code})", drained=True)
         session.reachable = True
 
-    def _attempt(self, session: _Session, copies: Sequence[Copy], deadline_s: float) -> _Attempt:
-        """Submits and polls, oldest first, until all ended, something failed, or the deadline passed."""
-        start_s = time.monotonic()
-        waiting = deque(copies)
-        under_way: deque[tuple[int, Copy]] = deque()
-        failed: list[Copy] = []
-        submitted = 0
-        timed_out = False
+    def _attempt(self, session: _Session, copies: Iterable[Copy], deadline_s: float) -> _Attempt:
+        """Submits and polls, oldest first, until all ended, something failed, or the deadline passed.
+
+        Nothing is submitted after the deadline, so that a process that was stopped for a while does not go on writing
+        into pages that have found another owner.
+        """
+        attempt = _Attempt(start_s=time.monotonic(), waiting=deque(copies))
         pause_s = _FIRST_PAUSE_S
-        while waiting or under_way:
-            while waiting and not failed and len(under_way) < self._config.max_in_flight:
-                batch_id = self._submit(session, waiting[0], deadline_s)
-                if batch_id is None:
-                    failed.append(waiting.popleft())
-                else:
-                    under_way.append((batch_id, waiting.popleft()))
-                    submitted += 1
-            if not under_way:
-                break
-            batch_id, copy = under_way[0]
-            status = self._engine.transfer_check_status(batch_id)
-            if status != _UNDER_WAY:
-                under_way.popleft()
-                if status != _DONE:
-                    failed.append(copy)
-                continue
+        while not attempt.ended:
             if time.monotonic() >= deadline_s:
-                timed_out = True
+                attempt.timed_out = True
                 break
-            time.sleep(pause_s)
-            pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
-        session.abandoned.extend(batch_id for batch_id, _ in under_way)
-        failed.extend(copy for _, copy in under_way)
-        failed.extend(waiting)
-        return _Attempt(failed, submitted, time.monotonic() - start_s, timed_out)
+            self._fill(session, attempt, deadline_s)
+            if attempt.under_way and not self._collect_oldest(attempt):
+                time.sleep(pause_s)
+                pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
+        session.abandoned.extend(attempt.give_up())
+        return attempt
+
+    def _fill(self, session: _Session, attempt: _Attempt, deadline_s: float) -> None:
+        """Submits as many copies as may be under way; none after a failure."""
+        while attempt.waiting and not attempt.failed and len(attempt.under_way) < self._config.max_in_flight:
+            copy = attempt.waiting.popleft()
+            batch_id = self._submit(session, copy, deadline_s)
+            if batch_id is None:
+                attempt.failed.append(copy)
+            else:
+                attempt.under_way.append((batch_id, copy))
+                attempt.submitted += 1
+
+    def _collect_oldest(self, attempt: _Attempt) -> bool:
+        """Takes the oldest copy's end, if it has ended."""
+        batch_id, copy = attempt.under_way[0]
+        status = self._engine.transfer_check_status(batch_id)
+        if status == _UNDER_WAY:
+            return False
+        attempt.under_way.popleft()
+        if status != _DONE:
+            attempt.failed.append(copy)
+        return True
 
     def _submit(self, session: _Session, copy: Copy, deadline_s: float) -> int | None:
         """Hands one copy to the engine; None when the engine did not take it."""
@@ -284,6 +306,13 @@ class MooncakeTransport:
             batch_id for batch_id in session.abandoned if self._engine.transfer_check_status(batch_id) == _UNDER_WAY
         ]
         return len(session.abandoned)
+
+
+def _cut(copies: Iterable[Copy], max_bytes: int) -> Iterator[Copy]:
+    """The same bytes in copies of at most `max_bytes`."""
+    for src, dst, num_bytes in copies:
+        for offset in range(0, num_bytes, max_bytes):
+            yield Copy(src + offset, dst + offset, min(max_bytes, num_bytes - offset))
 
 
 def _batch_id(answer: int) -> int | None:

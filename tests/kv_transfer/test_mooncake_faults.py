@@ -29,6 +29,7 @@ class ScriptedEngine:
         self.under_way: dict[int, tuple[str, int]] = {}
         self.looks: defaultdict[int, int] = defaultdict(int)
         self.submitted: list[tuple[str, int]] = []
+        self.pieces: list[tuple[int, int, int]] = []
         self.probes: list[str] = []
         self.unregistered: list[int] = []
         self.most_under_way = 0
@@ -46,6 +47,7 @@ class ScriptedEngine:
 
     def transfer_submit_write(self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int) -> int:
         self.submitted.append((target_hostname, buffer))
+        self.pieces.append((buffer, peer_buffer_address, length))
         answer = self.submit(target_hostname, buffer)
         if answer is not None:
             return answer
@@ -94,6 +96,16 @@ def test_many_copies_stay_within_the_bound_and_all_are_submitted_once(engine: Sc
     assert engine.submitted == [(PEER, copy.src_address) for copy in copies(23)]
 
 
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 8192, 10_000])
+def test_long_copies_are_cut_into_pieces_that_cover_every_byte_once(engine: ScriptedEngine, num_bytes: int) -> None:
+    transport = MooncakeTransport(MooncakeConfig("10.0.0.2", max_copy_bytes=4096), lambda _: engine)
+    transport.register(BASE, SIZE)
+    transport.write(PEER, [Copy(BASE, 0x90000, num_bytes)], in_s(5))
+    covered = [address + offset for address, dst, length in engine.pieces for offset in range(length)]
+    assert covered == list(range(BASE, BASE + num_bytes))
+    assert all(dst - address == 0x90000 - BASE and length <= 4096 for address, dst, length in engine.pieces)
+
+
 @pytest.mark.parametrize("status", [-1, -2, 2, 5, 99, -(1 << 31)])
 def test_every_status_but_done_is_a_failure(engine: ScriptedEngine, status: int) -> None:
     """CASES M05."""
@@ -130,6 +142,19 @@ def test_a_write_that_never_ends_fails_at_its_deadline(engine: ScriptedEngine) -
     assert 0.1 <= time.monotonic() - start < 2
     assert not caught.value.drained
     assert len(engine.submitted) == 4, "nothing is sent or retried after the deadline"
+
+
+def test_nothing_is_submitted_after_the_deadline(engine: ScriptedEngine) -> None:
+    """CASES B01: a process that was stopped for long must not go on writing where it no longer may."""
+    deadline_s = in_s(0.1)
+    engine.status = lambda target, address, looks: int(time.monotonic() >= deadline_s)
+    with pytest.raises(TransferFailedError):
+        transport_over(engine).write(PEER, copies(9), deadline_s)
+    assert len(engine.submitted) == 4
+    with pytest.raises(TransferFailedError) as caught:
+        transport_over(engine).write(PEER, copies(9), deadline_s)
+    assert caught.value.drained
+    assert len(engine.submitted) == 4
 
 
 def test_batches_given_up_on_are_freed_by_a_later_write(engine: ScriptedEngine) -> None:
@@ -290,6 +315,7 @@ def test_forgetting_a_peer_frees_its_ended_batches(engine: ScriptedEngine) -> No
         ({"stall_timeout_s": 0}, "stall_timeout_s"),
         ({"contact_timeout_s": 0.0}, "contact_timeout_s"),
         ({"max_in_flight": 0}, "max_in_flight"),
+        ({"max_copy_bytes": 1}, "max_copy_bytes"),
         ({"min_port": 80}, "min_port"),
         ({"min_port": 17000}, "min_port"),
     ],
