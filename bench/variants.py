@@ -198,12 +198,12 @@ def _as_text(value: Any) -> str:
     return str(value)
 
 
-# What `graftline bench --compare` measures when no variant is named: what the handover and speculation bring, beside
-# other ways to generate from the same weights.
+# What `graftline bench --compare` measures when no variant is named: what speculation and the handed-over tree bring,
+# beside other ways to generate from the same weights. Ratios are over the first.
 STANDARD_VARIANTS = (
-    Variant("real", {"initial_tree": "real"}),
-    Variant("root-only", {"initial_tree": "root-only"}),
     Variant("no-speculation", {"speculation": "off"}),
+    Variant("root-only", {"initial_tree": "root-only"}),
+    Variant("real", {"initial_tree": "real"}),
     *(
         Variant(f"{short}-{dtype.value}", {"baseline": kind.value, "dtype": dtype.value})
         for dtype in BaselineDtype
