@@ -45,6 +45,7 @@ _SIGNATURES = {
     "gl_write_kv": "pppxpxi",
     "gl_compact_kv": "pxxxpxppxxi",
     "gl_paged_attention": "pppxpxxfi",
+    "gl_decoder_layers": "ppppppi",
     "gl_noise": "pppxpp",
     "gl_sample": "pxxxpppppppi",
     "gl_argmax": "pxxxpi",

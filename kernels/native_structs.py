@@ -54,6 +54,40 @@ class NativePages(ctypes.Structure):
     )
 
 
+class NativeLayer(ctypes.Structure):
+    """`Layer`: the weights of one decoder layer."""
+
+    _fields_ = (
+        ("input_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("qkv", ctypes.POINTER(NativeWeight)),
+        ("output", ctypes.POINTER(NativeWeight)),
+        ("gate_up", ctypes.POINTER(NativeWeight)),
+        ("down", ctypes.POINTER(NativeWeight)),
+    )
+
+
+class NativeLayers(ctypes.Structure):
+    """`Layers`: a range of decoder layers."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(NativeLayer)),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("num_layers", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("inter", ctypes.c_int64),
+        ("half", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
 def native_type(dtype: torch.dtype) -> int:
     """The C library's number of a type."""
     return _TYPES[dtype]

@@ -175,10 +175,8 @@ static void multiply_chunk(const Weight *w, const float *x, idx x_stride, float 
     }
 }
 
-void linear_part(const Weight *w, const float *x, idx x_stride, float *out, idx out_stride, idx rows, int thread,
-                 int num_threads) {
-    idx first, last;
-    share((w->out_features + PANEL - 1) / PANEL, thread, num_threads, &first, &last);
+void linear_panels(const Weight *w, const float *x, idx x_stride, float *out, idx out_stride, idx rows, idx first,
+                   idx last) {
     if (first == last) return;
     const idx end_output = last * PANEL < w->out_features ? last * PANEL : w->out_features;
     const idx block = rows <= MAX_ROWS || w->in_features < K_BLOCK ? w->in_features : K_BLOCK;
@@ -192,6 +190,13 @@ void linear_part(const Weight *w, const float *x, idx x_stride, float *out, idx 
         }
         if (w->scale || w->bias) finish_rows(w, chunk_out, out_stride, height, first * PANEL, end_output);
     }
+}
+
+void linear_part(const Weight *w, const float *x, idx x_stride, float *out, idx out_stride, idx rows, int thread,
+                 int num_threads) {
+    idx first, last;
+    share((w->out_features + PANEL - 1) / PANEL, thread, num_threads, &first, &last);
+    linear_panels(w, x, x_stride, out, out_stride, rows, first, last);
 }
 
 void unpack_row(const Weight *w, idx row, float *out) {

@@ -60,6 +60,7 @@ INLINE idx slot_element(const Batch *b, const Pages *p, idx segment, idx slot) {
     return page * p->page_stride + slot % b->page_size * p->kv_heads * p->head_dim;
 }
 
+void linear_panels(const Weight *w, const float *x, idx x_stride, float *out, idx out_stride, idx rows, idx first, idx last);
 void linear_part(const Weight *w, const float *x, idx x_stride, float *out, idx out_stride, idx rows, int thread,
                  int num_threads);
 void unpack_row(const Weight *w, idx row, float *out);

@@ -1,0 +1,275 @@
+"""A range of dense decoder layers at once: one native call on CPU, otherwise the composition of the single ops.
+
+The native call runs the same parts as the ops do, in one parallel region, so that both give the same bits; what it
+saves is the cost of a dozen Python calls a layer.
+"""
+
+import ctypes
+from collections.abc import Collection, Sequence
+from ctypes import byref
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graftline.kernels.activation import silu_mul
+from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.checks import check_rows
+from graftline.kernels.kv_write import check_pages, write_kv
+from graftline.kernels.linear import LinearWeight, linear
+from graftline.kernels.native_library import native_library, num_threads
+from graftline.kernels.native_structs import NativeLayer, NativeLayers, NativePages, native_batch, native_pages
+from graftline.kernels.norm import add_rms_norm, rms_norm
+from graftline.kernels.rope import rope_
+
+
+class DecoderLayerWeights(Protocol):
+    """Parameters of one pre-norm layer; q, k, v and gate, up are stacked into one matrix each."""
+
+    @property
+    def input_norm(self) -> Tensor:
+        """[hidden]."""
+
+    @property
+    def qkv(self) -> LinearWeight:
+        """Hidden -> (heads + 2 * kv_heads) * head_dim."""
+
+    @property
+    def q_norm(self) -> Tensor | None:
+        """[head_dim] of the per-head norm of q before rope, or None."""
+
+    @property
+    def k_norm(self) -> Tensor | None:
+        """Likewise of k; both or neither."""
+
+    @property
+    def output(self) -> LinearWeight:
+        """Heads * head_dim -> hidden."""
+
+    @property
+    def post_norm(self) -> Tensor:
+        """[hidden]."""
+
+    @property
+    def gate_up(self) -> LinearWeight:
+        """Hidden -> 2 * inter."""
+
+    @property
+    def down(self) -> LinearWeight:
+        """Inter -> hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayerShape:
+    """What the layers of a range have in common.
+
+    Attributes:
+        eps: of all norms.
+        scale: of attention scores, usually head_dim ** -0.5.
+        cos: [max_positions, rotated / 2] float32.
+        sin: likewise.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    cos: Tensor = field(repr=False)
+    sin: Tensor = field(repr=False)
+
+
+class LayerPages:
+    """The KV pages of a range of layers, checked and described once; build it when the pool is built.
+
+    Args:
+        layers: (k_pages, v_pages) of every layer, see `write_kv`.
+
+    Raises:
+        ValueError: views that do not fit.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for k_pages, v_pages in layers:
+            check_pages(k_pages, v_pages, k_pages.shape[1])
+        self.layers = tuple(layers)
+        self.native = (NativePages * len(layers))(*(native_pages(k, v) for k, v in layers))
+
+    @property
+    def page_size(self) -> int:
+        """Token positions a page."""
+        return self.layers[0][0].shape[1]
+
+
+class DenseLayers:
+    """Consecutive layers of one model.
+
+    Args:
+        layers: their weights, in order; at least one.
+        shape: what they have in common.
+
+    Raises:
+        ValueError: weights that do not fit the shape.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayerWeights], shape: DecoderLayerShape) -> None:
+        if not layers:
+            raise ValueError("layers: none")
+        self._layers = tuple(layers)
+        self._shape = shape
+        self.hidden_size = layers[0].qkv.in_features
+        self._inter = layers[0].down.in_features
+        for index, weights in enumerate(layers):
+            self._check_layer(index, weights)
+        half = shape.cos.shape[1]
+        if shape.cos.shape != shape.sin.shape or 2 * half > shape.head_dim:
+            raise ValueError(
+                f"cos {tuple(shape.cos.shape)}, sin {tuple(shape.sin.shape)} for heads of {shape.head_dim}"
+            )
+        self._native = self._describe()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the range."""
+        return len(self._layers)
+
+    def run(
+        self, hidden: Tensor, batch: AttentionBatch, pages: LayerPages, capture: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Runs all layers and writes the rows' KV.
+
+        Args:
+            hidden: [rows, hidden] residual stream before the first layer; not changed.
+            batch: who attends to what.
+            pages: of these layers.
+            capture: features wanted: n is the residual stream after n of these layers, 1 <= n <= num_layers.
+
+        Returns:
+            ([rows, hidden] residual stream after the last layer, feature by n, each [rows, hidden]).
+
+        Raises:
+            ValueError: shapes or types that do not fit.
+        """
+        if hidden.shape != (batch.num_rows, self.hidden_size) or len(pages.layers) != self.num_layers:
+            raise ValueError(
+                f"hidden {tuple(hidden.shape)} and pages of {len(pages.layers)} layers for {batch.num_rows} rows of "
+                f"{self.hidden_size} and {self.num_layers} layers"
+            )
+        if pages.page_size != batch.page_size or pages.layers[0][0].shape[2:] != (
+            self._shape.num_kv_heads,
+            self._shape.head_dim,
+        ):
+            raise ValueError(f"pages {tuple(pages.layers[0][0].shape)} for a batch with pages of {batch.page_size}")
+        if any(not 1 <= n <= self.num_layers for n in capture):
+            raise ValueError(f"capture: {sorted(capture)} of {self.num_layers} layers")
+        library = native_library() if hidden.device.type == "cpu" else None
+        if library is None or self._native is None:
+            return self.run_composed(hidden, batch, pages, capture)
+        check_rows("hidden", hidden)
+        rows = batch.num_rows
+        stream = hidden.clone(memory_format=torch.contiguous_format)
+        scratch = torch.empty(rows * self._scratch_floats_a_row)
+        features = {n: torch.empty((rows, self.hidden_size)) for n in sorted(set(capture))}
+        captures = (ctypes.c_void_p * self.num_layers)()
+        for n, feature in features.items():
+            captures[n - 1] = feature.data_ptr()
+        library.gl_decoder_layers(
+            byref(self._native),
+            pages.native,
+            byref(native_batch(batch)),
+            stream.data_ptr(),
+            scratch.data_ptr(),
+            captures,
+            num_threads(self._layers[0].gate_up.data.numel() // 32768),
+        )
+        return stream, features
+
+    def run_composed(
+        self, hidden: Tensor, batch: AttentionBatch, pages: LayerPages, capture: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The same by single ops: the specification, and the way on CUDA."""
+        features = {}
+        for index, (weights, (k_pages, v_pages)) in enumerate(zip(self._layers, pages.layers, strict=True), start=1):
+            hidden = self._run_layer(hidden, weights, batch, k_pages, v_pages)
+            if index in capture:
+                features[index] = hidden
+        return hidden, features
+
+    def _run_layer(
+        self, hidden: Tensor, weights: DecoderLayerWeights, batch: AttentionBatch, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
+        shape, eps = self._shape, self._shape.eps
+        qkv = linear(rms_norm(hidden, weights.input_norm, eps), weights.qkv)
+        heads = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        q = heads[:, : shape.num_heads]
+        k = heads[:, shape.num_heads : shape.num_heads + shape.num_kv_heads]
+        v = heads[:, shape.num_heads + shape.num_kv_heads :]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
+        rope_(q, k, batch.positions, shape.cos, shape.sin)
+        write_kv(k, v, k_pages, v_pages, batch)
+        attended = linear(paged_attention(q, k_pages, v_pages, batch, shape.scale).flatten(1), weights.output)
+        normed, hidden = add_rms_norm(attended, hidden, weights.post_norm, eps)
+        return hidden + linear(silu_mul(linear(normed, weights.gate_up)), weights.down)
+
+    @property
+    def _scratch_floats_a_row(self) -> int:
+        shape = self._shape
+        heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
+        return 2 * self.hidden_size + heads * shape.head_dim + 3 * self._inter
+
+    def _check_layer(self, index: int, weights: DecoderLayerWeights) -> None:
+        shape, hidden, inter = self._shape, self.hidden_size, self._inter
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        expected = {
+            "qkv": (weights.qkv, hidden, q_size + 2 * kv_size),
+            "output": (weights.output, q_size, hidden),
+            "gate_up": (weights.gate_up, hidden, 2 * inter),
+            "down": (weights.down, inter, hidden),
+        }
+        for name, (weight, num_inputs, num_outputs) in expected.items():
+            if (weight.in_features, weight.out_features) != (num_inputs, num_outputs):
+                raise ValueError(
+                    f"layer {index}: {name} is {weight.in_features} -> {weight.out_features}, "
+                    f"not {num_inputs} -> {num_outputs}"
+                )
+        if (weights.q_norm is None) != (weights.k_norm is None):
+            raise ValueError(f"layer {index}: q_norm and k_norm come together")
+        norms = {"input_norm": hidden, "post_norm": hidden, "q_norm": shape.head_dim, "k_norm": shape.head_dim}
+        for name, size in norms.items():
+            norm: Tensor | None = getattr(weights, name)
+            if norm is not None and (norm.shape != (size,) or not norm.is_contiguous()):
+                raise ValueError(f"layer {index}: {name} is {tuple(norm.shape)}, not ({size},)")
+
+    def _describe(self) -> NativeLayers | None:
+        """What the C library sees, or None when some weight is not packed for it."""
+        shape = self._shape
+        described = []
+        for weights in self._layers:
+            packed = [matrix.native for matrix in (weights.qkv, weights.output, weights.gate_up, weights.down)]
+            norms = (weights.input_norm, weights.q_norm, weights.k_norm, weights.post_norm)
+            if any(norm is not None and norm.dtype != torch.float32 for norm in norms):
+                return None
+            pointers = [None if norm is None else norm.data_ptr() for norm in norms]
+            matrices = [ctypes.pointer(matrix) for matrix in packed if matrix is not None]
+            if len(matrices) != len(packed):
+                return None
+            described.append(NativeLayer(*pointers, *matrices))
+        if shape.cos.dtype != torch.float32 or not shape.cos.is_contiguous() or not shape.sin.is_contiguous():
+            return None
+        return NativeLayers(
+            (NativeLayer * len(described))(*described),
+            shape.cos.data_ptr(),
+            shape.sin.data_ptr(),
+            len(described),
+            self.hidden_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            self._inter,
+            shape.cos.shape[1],
+            shape.eps,
+            shape.scale,
+        )
