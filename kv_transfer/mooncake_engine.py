@@ -5,7 +5,9 @@ process when it is called before it is initialised. All of that ends in this fil
 """
 
 import importlib
+import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -13,6 +15,12 @@ from typing import Protocol, cast
 
 from graftline.errors import InvalidRequestError, PeerUnavailableError
 
+_DISTRIBUTIONS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine",
+)
+_FIRST_ACKNOWLEDGING = (0, 3, 13, 1)  # 0.3.13.post1; older ones report success when the bytes have left
 _PROTOCOLS = ("tcp", "rdma")
 _WILDCARD_NAMES = ("", "*")
 
@@ -108,10 +116,10 @@ def start_engine(config: MooncakeConfig) -> Engine:
     """An initialised engine; the only place that makes one.
 
     Raises:
-        InvalidRequestError: the environment turns acknowledgements off.
+        InvalidRequestError: the environment turns acknowledgements off, or the engine is too old to have them.
         PeerUnavailableError: Mooncake is not installed or did not start.
     """
-    _refuse_unacknowledged_writes(os.environ)
+    _refuse_unacknowledged_writes(os.environ, installed_versions())
     os.environ.update(config.environment())
     try:
         raw = cast(_RawEngine, importlib.import_module("mooncake.engine").TransferEngine())
@@ -122,10 +130,24 @@ def start_engine(config: MooncakeConfig) -> Engine:
     return raw
 
 
-def _refuse_unacknowledged_writes(environment: Mapping[str, str]) -> None:
-    """Protocol 1 reports success when bytes have left, not when they have arrived."""
+def installed_versions() -> dict[str, str]:
+    """The installed builds of the engine; all of them bring the same module, so there should be one."""
+    versions: dict[str, str] = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _refuse_unacknowledged_writes(environment: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    """Without acknowledgements a write succeeds when its bytes have left, not when they have arrived."""
     if environment.get("MC_TCP_PROTO") == "1":
         raise InvalidRequestError("MC_TCP_PROTO", "1 turns acknowledgements off; unset it")
+    for name, version in versions.items():
+        if tuple(map(int, re.findall(r"\d+", version))) < _FIRST_ACKNOWLEDGING:
+            raise InvalidRequestError(name, f"{version} does not acknowledge writes; 0.3.13.post1 or later does")
 
 
 def _require_host(host: str) -> None:
