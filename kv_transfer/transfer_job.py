@@ -1,5 +1,6 @@
 """What a transfer worker is given and what it gives back."""
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -53,3 +54,37 @@ class TransferJob:
     def build_copies(self) -> Sequence[Copy]:
         """The copies, built now if need be."""
         return self.copies() if callable(self.copies) else self.copies
+
+
+class Gather:
+    """A `done` for several jobs that belong together: passes one outcome on when the last of them has ended.
+
+    Args:
+        count: jobs that will report.
+        done: gets the first error, drained only if all were, the sum of the bytes and the longest time.
+    """
+
+    def __init__(self, count: int, done: Callable[[TransferOutcome], None]) -> None:
+        assert count > 0, "nobody would ever report"
+        self._count = count
+        self._done = done
+        self._outcomes: list[TransferOutcome] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, outcome: TransferOutcome) -> None:
+        """Takes one job's outcome."""
+        with self._lock:
+            self._outcomes.append(outcome)
+            complete = len(self._outcomes) == self._count
+        if complete:
+            self._done(_together(self._outcomes))
+
+
+def _together(outcomes: Sequence[TransferOutcome]) -> TransferOutcome:
+    error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
+    return TransferOutcome(
+        error,
+        drained=all(outcome.drained for outcome in outcomes),
+        num_bytes=sum(outcome.num_bytes for outcome in outcomes),
+        seconds=max(outcome.seconds for outcome in outcomes),
+    )

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from graftline.errors import (
@@ -91,22 +91,20 @@ class TransferWorker:
         with self._lock:
             return len(self._lanes)
 
-    def submit(self, job: TransferJob) -> None:
-        """Queues a job.
+    def submit(self, *jobs: TransferJob) -> None:
+        """Queues jobs for different sessions: all of them, or none. They run beside each other.
 
         Raises:
-            OutOfCapacityError: the session's queue is full, or too many sessions are in use; `done` is not called.
-            PeerUnavailableError: the worker is closed; `done` is not called.
+            OutOfCapacityError: a session's queue is full, or too many sessions are in use; no `done` is called.
+            PeerUnavailableError: the worker is closed; no `done` is called.
         """
         with self._lock:
             if self._closed:
                 raise PeerUnavailableError("the transfer worker is closed")
-            lane = self._lanes.get(job.session_id) or self._new_lane(job.session_id)
-            if len(lane.jobs) >= self._max_queued_jobs:
-                raise OutOfCapacityError(f"{len(lane.jobs)} transfers wait for {job.session_id}")
-            self._open[job.owner] += 1
-            lane.jobs.append(job)
-            lane.work.notify()
+            lanes = self._enqueue(jobs)
+            for job, lane in zip(jobs, lanes, strict=True):
+                self._open[job.owner] += 1
+                lane.work.notify()
 
     def cancel(self, owner: Hashable, ended: Callable[[bool], None]) -> None:
         """Drops the owner's queued jobs; one that writes goes on to its end, since a write cannot be taken back.
@@ -156,6 +154,27 @@ class TransferWorker:
             return self._quiet.wait_for(lambda: not self._open and not self._lanes, timeout_s)
 
     # --- queues --------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, jobs: Sequence[TransferJob]) -> list[_Lane]:
+        """Puts each job into its lane; on a refusal takes back what it has put."""
+        lanes: list[_Lane] = []
+        try:
+            for job in jobs:
+                lanes.append(self._lane_for(job))
+                lanes[-1].jobs.append(job)
+        except OutOfCapacityError:
+            for lane in lanes:
+                lane.jobs.pop()
+            raise
+        return lanes
+
+    def _lane_for(self, job: TransferJob) -> _Lane:
+        lane = self._lanes.get(job.session_id)
+        if lane is None:
+            return self._new_lane(job.session_id)
+        if len(lane.jobs) >= self._max_queued_jobs:
+            raise OutOfCapacityError(f"{len(lane.jobs)} transfers wait for {job.session_id}")
+        return lane
 
     def _new_lane(self, session_id: str) -> _Lane:
         if len(self._lanes) >= self._max_peers:

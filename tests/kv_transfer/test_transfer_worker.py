@@ -16,7 +16,7 @@ from graftline.errors import (
     TransferFailedError,
 )
 from graftline.kv_transfer.copy_plan import Copy
-from graftline.kv_transfer.transfer_job import TransferJob, TransferOutcome
+from graftline.kv_transfer.transfer_job import Gather, TransferJob, TransferOutcome
 from graftline.kv_transfer.transfer_worker import TransferWorker
 
 PATIENCE_S = 10.0
@@ -142,6 +142,39 @@ def test_full_queues_and_too_many_peers_are_refused_without_a_report(
         worker.submit(waiter.job("third peer", "c:1"))
     assert waiter.outcomes == []
     assert (worker.num_queued, worker.num_running) == (3, 2)
+
+
+def test_jobs_submitted_together_are_taken_all_or_none(
+    worker: TransferWorker, transport: GatedTransport, waiter: Waiter
+) -> None:
+    occupy(worker, transport, waiter)
+    for _ in range(3):
+        worker.submit(waiter.job("queued"))
+    with pytest.raises(OutOfCapacityError):
+        worker.submit(waiter.job("pair", "b:1"), waiter.job("pair", "a:1"))
+    with pytest.raises(OutOfCapacityError):
+        worker.submit(*(waiter.job("pair", session_id) for session_id in ("b:1", "c:1")))
+    assert worker.num_queued == 3
+    ended: list[bool] = []
+    worker.cancel("pair", ended.append)
+    assert ended == [True]
+
+
+def test_one_report_for_jobs_that_belong_together(worker: TransferWorker, transport: GatedTransport) -> None:
+    transport.gate("a:1")
+    transport.failures["b:1"] = TransferFailedError("lost", drained=False)
+    outcomes: list[TransferOutcome] = []
+    reported = threading.Event()
+    gather = Gather(2, lambda outcome: (outcomes.append(outcome), reported.set())[0])
+    deadline_s = time.monotonic() + PATIENCE_S
+    worker.submit(*(TransferJob("x", session_id, COPIES, deadline_s, gather) for session_id in ("a:1", "b:1")))
+    assert transport.entered["a:1"].wait(PATIENCE_S)
+    assert not reported.is_set()
+    transport.gates["a:1"].set()
+    assert reported.wait(PATIENCE_S)
+    (outcome,) = outcomes
+    assert isinstance(outcome.error, TransferFailedError)
+    assert (outcome.drained, outcome.num_bytes) == (False, 128)
 
 
 def test_an_idle_peer_makes_room_for_a_new_one(worker: TransferWorker, waiter: Waiter) -> None:
