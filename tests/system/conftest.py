@@ -1,0 +1,9 @@
+"""Models and heads that the system tests share."""
+
+import pytest
+from tiny_world import TinyWorld
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    return TinyWorld(tmp_path_factory.mktemp("world"))
