@@ -16,6 +16,7 @@ from graftline.bench.display import ProgressWatcher, show
 from graftline.bench.load import Concurrency, Load, PoissonRate
 from graftline.bench.machine import command_line, machine_facts
 from graftline.bench.metrics import summarise_runs
+from graftline.bench.plots import PlotFormat, write_plots
 from graftline.bench.prompt_set import DEFAULT_PROMPTS, PromptSet, read_prompts
 from graftline.bench.records import BenchResult, Run, VariantFacts, Workload, read_result, write_result
 from graftline.bench.report import render, update_document
@@ -150,6 +151,22 @@ def report(
                 typer.echo(render(read_result(path)))
         else:
             typer.echo(f"{document}: {', '.join(update_document(document, results))}")
+    except GraftlineError as error:
+        Console(stderr=True).print(f"graftline bench: {error}", style="red", markup=False)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def plot(
+    results: Annotated[list[Path], typer.Argument(help="Result files.")],
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("plots"),
+    form: Annotated[PlotFormat, typer.Option("--format", help="Pictures, or one page of them.")] = PlotFormat.PNG,
+) -> None:
+    """Draw distributions, accept lengths and a request's timeline (needs graftline[bench])."""
+    try:
+        for path in results:
+            for written in write_plots(read_result(path), out, path.stem, form):
+                typer.echo(written)
     except GraftlineError as error:
         Console(stderr=True).print(f"graftline bench: {error}", style="red", markup=False)
         raise typer.Exit(2) from error

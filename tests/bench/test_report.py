@@ -4,53 +4,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from bench_records import record, run, speculation
+from bench_records import result
 
-from graftline.bench.compare import ratios, same_outputs
 from graftline.bench.machine import command_line, machine_facts
-from graftline.bench.metrics import summarise_runs
-from graftline.bench.records import BenchResult, VariantFacts, Workload, read_result, write_result
+from graftline.bench.records import read_result, write_result
 from graftline.bench.report import number, render, update_document
 from graftline.errors import InvalidRequestError
-
-
-def result(failed: int = 0) -> BenchResult:
-    good = [record([(0.1, 1), (0.3, 4)], index=0, speculation=speculation(2, 2, 2))]
-    slow = [record([(0.1, 1), (0.5, 4)], index=0, speculation=speculation(2, 2, 0))]
-    bad = [
-        record([], index=1 + index, error="UNAVAILABLE", error_message="gone", prompt_id=f"bad-{index}")
-        for index in range(failed)
-    ]
-    runs = [
-        run([*made, *bad], variant=name, round_number=number)
-        for number in range(2)
-        for name, made in (("real", good), ("root-only", slow))
-    ]
-    return BenchResult(
-        command="graftline bench --compare",
-        started_at="2026-01-01 00:00 UTC",
-        method="two rounds",
-        machine=machine_facts(),
-        workload=Workload(
-            prompts="p.jsonl",
-            prompts_sha256="0",
-            kinds=("chat",),
-            num_requests=1,
-            warmup=0,
-            max_tokens=5,
-            temperature=0.0,
-            seed=0,
-            ignore_eos=False,
-            rounds=2,
-        ),
-        variants=(VariantFacts("real", "cluster", {"initial_tree": "real"}), VariantFacts("root-only", "cluster", {})),
-        runs=tuple(runs),
-        summaries=tuple(
-            summarise_runs([made for made in runs if made.variant == name]) for name in ("real", "root-only")
-        ),
-        ratios=tuple(ratios(runs, seed=0, draws=20)),
-        same_outputs=tuple(same_outputs(runs)),
-    )
 
 
 def test_a_result_survives_the_disk(tmp_path: Path) -> None:
