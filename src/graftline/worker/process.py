@@ -1,6 +1,8 @@
 """Manners of a process: it dies with its parent, logs one line an event, and stops on SIGTERM or SIGINT."""
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
 import signal
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PARENT_VARIABLE = "GRAFTLINE_PARENT"
+READY_FD_VARIABLE = "GRAFTLINE_READY_FD"
 _PARENT_POLL_S = 0.5
 _LAST_WORDS_S = 10.0
 
@@ -27,10 +30,11 @@ def die_with_parent(expected_pid: int | None = None) -> None:
     threading.Thread(target=_watch_parent, args=(parent,), name="parent-watch", daemon=True).start()
 
 
-def expected_parent() -> int | None:
-    """The parent that a launcher named."""
-    text = os.environ.get(PARENT_VARIABLE)
-    return int(text) if text else None
+def die_with_launcher() -> None:
+    """The same for the launcher that started this process, if one did; not inherited by processes started from here."""
+    launcher = os.environ.pop(PARENT_VARIABLE, None)
+    if launcher is not None:
+        die_with_parent(int(launcher))
 
 
 def _watch_parent(parent: int) -> None:
@@ -70,3 +74,22 @@ def stop_signals() -> Iterator[asyncio.Event]:
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+def announce_ready(**facts: str | None) -> None:
+    """Tells the launcher, if there is one, under which addresses this process can be reached."""
+    descriptor = os.environ.pop(READY_FD_VARIABLE, None)
+    if descriptor is None:
+        return
+    with contextlib.suppress(BrokenPipeError), os.fdopen(int(descriptor), "w") as pipe:
+        pipe.write(json.dumps(facts) + "\n")
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    """Until one of the events is set."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in waiting:
+            future.cancel()

@@ -1,0 +1,107 @@
+"""`graftline router` and `graftline drain`."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graftline import cli_options as shared
+from graftline.errors import InvalidRequestError
+from graftline.proto.channel import Access, open_channel
+from graftline.proto.v1 import worker_pb2
+from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
+from graftline.router.config import PolicyName, RequestConfig, RouterConfig, WorkerLists
+from graftline.worker.process import announce_ready, die_with_launcher, set_up_logging, stop_signals
+
+app = typer.Typer()
+
+Workers = Annotated[list[str] | None, typer.Option(help="host:port, or dns:host:port for every address of a name.")]
+
+
+@app.command()
+def router(
+    prefill: Workers = None,
+    decode: Workers = None,
+    workers_file: Annotated[
+        Path | None, typer.Option(help="JSON or TOML with lists prefill and decode; read again when it changes.")
+    ] = None,
+    policy: Annotated[PolicyName, typer.Option(help="How workers are picked.")] = PolicyName.LEAST_LOADED,
+    listen: shared.Listen = "127.0.0.1:7000",
+    http_listen: Annotated[
+        str, typer.Option(help="host:port of OpenAI HTTP, health and metrics; empty: none.")
+    ] = "127.0.0.1:8000",
+    advertise: shared.Advertise = None,
+    max_open_requests: Annotated[int, typer.Option(min=1, help="More are refused with a retry hint.")] = 8192,
+    default_max_tokens: Annotated[
+        int, typer.Option(min=0, help="Output tokens when the client names none; 0: what the context leaves.")
+    ] = 0,
+    max_attempts: Annotated[int, typer.Option(min=1, help="Failed tries of one choice.")] = 4,
+    drain_grace_s: shared.DrainGrace = 30.0,
+    token: shared.Token = None,
+    tls_certificate: shared.TlsCertificate = None,
+    tls_key: shared.TlsKey = None,
+    tls_ca: shared.TlsCa = None,
+) -> None:
+    """Run a router."""
+    die_with_launcher()
+    set_up_logging("router")
+    if not (prefill or decode or workers_file):
+        raise InvalidRequestError("prefill", "no workers: give --prefill and --decode, or --workers-file")
+    config = RouterConfig(
+        listen=listen,
+        http_listen=http_listen or None,
+        advertise=advertise,
+        workers=WorkerLists(tuple(prefill or ()), tuple(decode or ())),
+        workers_file=workers_file,
+        policy=policy,
+        requests=RequestConfig(
+            max_open_requests=max_open_requests,
+            default_max_tokens=default_max_tokens or None,
+            max_attempts=max_attempts,
+        ),
+        worker_access=shared.access(token, tls_certificate, tls_key, tls_ca),
+        tls=shared.server_tls(tls_certificate, tls_key, tls_ca),
+        tokens=shared.tokens(token),
+        drain_grace_s=drain_grace_s,
+    )
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: RouterConfig) -> None:
+    from graftline.router.server import running_router
+
+    with stop_signals() as stop:
+        async with running_router(config) as running:
+            announce_ready(address=running.address, http=running.http_address)
+            await stop.wait()
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="host:port of a prefill or decode.")],
+    grace_s: Annotated[float, typer.Option(min=0, help="Seconds until what still runs is cancelled.")] = 60.0,
+    token: shared.Token = None,
+    tls_certificate: shared.TlsCertificate = None,
+    tls_key: shared.TlsKey = None,
+    tls_ca: shared.TlsCa = None,
+) -> None:
+    """Take a worker out of service: it admits nothing new; returns when nothing is open there any more."""
+    asyncio.run(_drain(worker, grace_s, shared.access(token, tls_certificate, tls_key, tls_ca)))
+    typer.echo(f"{worker} is drained")
+
+
+async def _drain(worker: str, grace_s: float, access: Access) -> None:
+    import grpc
+
+    from graftline.proto.status import error_from_rpc
+
+    async with open_channel(worker, access) as channel:
+        try:
+            await WorkerServiceStub(channel).Drain(
+                worker_pb2.DrainRequest(grace_s=grace_s), timeout=grace_s + 60.0, metadata=access.metadata
+            )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error

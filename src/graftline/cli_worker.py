@@ -1,0 +1,193 @@
+"""`graftline prefill`, `graftline decode`, `graftline plan`: one worker, or one stage of one, as this process."""
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from graftline import cli_options as shared
+from graftline.engine.config import EngineConfig, Role, StageMode
+from graftline.worker.config import TransferConfig, TransportName, WorkerConfig
+from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
+from graftline.worker.process import die_with_launcher, set_up_logging
+
+app = typer.Typer()
+
+_MODEL, _TREES, _PIPELINE, _MEMORY, _TESTS = "Model", "Draft trees", "Pipeline", "Memory and batches", "For tests"
+_NETWORK = "Network"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A command-line option of both workers; its default is that of the field of the same name."""
+
+    name: str
+    kind: Any
+    help: str
+    panel: str
+    least: float | None = None
+    default: Any = None
+
+    def parameter(self, default: Any) -> inspect.Parameter:
+        """What typer reads."""
+        option = typer.Option(help=self.help, rich_help_panel=self.panel, min=self.least)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[self.kind, option])
+
+
+ENGINE_OPTIONS = (
+    Option("model", str, "Known name, Hugging Face directory or GGUF file.", _MODEL),
+    Option("draft_head", str, "Directory of a draft head; auto: the one beside the model; none.", _MODEL),
+    Option("dtype", str, "float32 or bfloat16.", _MODEL),
+    Option("device", str, "cpu, cuda or cuda:N.", _MODEL),
+    Option("speculation", bool, "Draft at all.", _TREES),
+    Option("draft_depth", int, "S: levels below the root.", _TREES, 1),
+    Option("draft_branching", int, "K: children considered a node.", _TREES, 1),
+    Option("draft_nodes", int, "V: nodes with the root; 0: S + 1 for a chain, 2 S K for a tree.", _TREES, 0),
+    Option("initial_tree", InitialTree, "What a prefill grows for the first decode round.", _TREES),
+    Option("stages", int, "Pipeline stages.", _PIPELINE, 1),
+    Option("layer_split", str, "Layers of every stage (10,12,8), or auto.", _PIPELINE),
+    Option("stage_mode", StageMode, "Stages as processes, or as threads of this one.", _PIPELINE),
+    Option("threads", int, "CPU threads of every stage; 0: the cores shared.", _PIPELINE, 0),
+    Option("stage_timeout_s", float, "Silence after which a stage is dead or hung.", _PIPELINE, 0.1),
+    Option("page_size", int, "Token positions a page.", _MEMORY, 1),
+    Option("pages", int, "Pages; 0: what --memory-mib holds.", _MEMORY, 0),
+    Option("memory_mib", int, "MiB for the pools of the largest stage.", _MEMORY, 1),
+    Option("chunk_tokens", int, "Most prompt tokens of one prefill step.", _MEMORY, 1),
+    Option("max_running", int, "Request slots.", _MEMORY, 1),
+    Option("max_queued", int, "Waiting requests beyond which new ones are refused.", _MEMORY, 1),
+    Option("prefix_cache", bool, "A prefill keeps the KV of prompts for later ones.", _MEMORY),
+    Option("quarantine_s", float, "How long pages of a lost prefill stay out of use.", _MEMORY, 0),
+    Option("preempt_every", int, "Force a preemption every so many rounds; 0: never.", _TESTS, 0),
+)
+WORKER_OPTIONS = (
+    Option("metrics_listen", str, "host:port of Prometheus metrics; empty: none.", _NETWORK, default=""),
+    Option("transport", TransportName, "How KV moves.", _NETWORK, default=TransportName.MOONCAKE),
+    Option("transfer_host", str, "Host or address of this machine's transfer ports.", _NETWORK, default="127.0.0.1"),
+    Option("write_timeout_s", float, "A write unacknowledged for so long has failed.", _NETWORK, 1, default=10.0),
+    Option("start_timeout_s", float, "Seconds for all stages to be ready.", _NETWORK, 1, default=300.0),
+    Option("stop_timeout_s", float, "Seconds for stages and writes to end.", _NETWORK, 0.1, default=15.0),
+    Option("peer_silence_s", float, "Silence after which a decode gives its prefill up.", _NETWORK, 0.1, default=2.5),
+)
+_TYPED = (
+    ("listen", shared.Listen, "127.0.0.1:7001"),
+    ("advertise", shared.Advertise, None),
+    ("drain_grace_s", shared.DrainGrace, 30.0),
+    ("token", shared.Token, None),
+    ("tls_certificate", shared.TlsCertificate, None),
+    ("tls_key", shared.TlsKey, None),
+    ("tls_ca", shared.TlsCa, None),
+)
+
+
+def with_options(function: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Gives a function that takes `**given` the parameters that typer shall read."""
+    own = [parameter for parameter in inspect.signature(function).parameters.values() if parameter.name != "given"]
+    function.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
+    function.__annotations__ |= {parameter.name: parameter.annotation for parameter in parameters}
+    function.__annotations__.pop("given", None)
+    return function
+
+
+def engine_parameters() -> list[inspect.Parameter]:
+    """One for every field of `EngineOptions`."""
+    defaults = EngineOptions()
+    return [option.parameter(getattr(defaults, option.name)) for option in ENGINE_OPTIONS]
+
+
+def worker_parameters() -> list[inspect.Parameter]:
+    """Engine and network."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    typed = [inspect.Parameter(name, kind, default=default, annotation=hint) for name, hint, default in _TYPED]
+    return [*engine_parameters(), *(option.parameter(option.default) for option in WORKER_OPTIONS), *typed]
+
+
+def prefill(**given: Any) -> None:
+    """Run a prefill worker (or, with torchrun's variables, the stage of this rank)."""
+    engine, worker = _begin(Role.PREFILL, given)
+    from graftline.prefill_server.server import PrefillConfig, running_prefill
+    from graftline.worker.main import run_worker
+
+    config = PrefillConfig(engine, worker)
+    raise typer.Exit(run_worker(lambda: running_prefill(config)))
+
+
+def decode(**given: Any) -> None:
+    """Run a decode worker (or, with torchrun's variables, the stage of this rank)."""
+    engine, worker = _begin(Role.DECODE, given)
+    from graftline.decode_server.server import DecodeConfig, running_decode
+    from graftline.decode_server.settings import ServiceSettings
+    from graftline.worker.main import run_worker
+
+    service = ServiceSettings(
+        pair_timeout_s=given["peer_silence_s"],
+        peer_silence_s=given["peer_silence_s"],
+        drain_timeout_s=4 * given["write_timeout_s"],
+        real_tree=given["initial_tree"] is InitialTree.REAL,
+    )
+    config = DecodeConfig(engine, worker, service)
+    raise typer.Exit(run_worker(lambda: running_decode(config)))
+
+
+def plan(role: Annotated[Role, typer.Argument(help="prefill or decode.")], **given: Any) -> None:
+    """Print how many bytes every stage of a worker would take, without starting it."""
+    from graftline.engine.draft_head.config import read_draft_head_config
+    from graftline.engine.memory_plan import plan_memory
+    from graftline.engine.models.checkpoint import open_checkpoint
+
+    config = resolve_engine_config(engine_options(given), role)
+    head = read_draft_head_config(Path(config.draft_head)) if config.draft_head else None
+    memory = plan_memory(config, open_checkpoint(Path(config.model)).config, head)
+    table = Table("stage", "layers", "weights", "target KV", "draft KV", "draft scratch")
+    for stage in memory.stages:
+        parts = (stage.weight_bytes, stage.target_kv_bytes, stage.draft_kv_bytes, stage.draft_scratch_bytes)
+        layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
+        table.add_row(str(stage.stage), layers, *(f"{part / (1 << 20):.1f} MiB" for part in parts))
+    Console().print(table)
+    tokens = f"{memory.num_tokens} tokens ({memory.num_pages} pages of {memory.page_size})"
+    Console().print(f"{tokens}; pools {memory.pool_bytes / (1 << 20):.1f} MiB in all")
+
+
+app.command()(with_options(prefill, worker_parameters()))
+app.command()(with_options(decode, worker_parameters()))
+app.command()(with_options(plan, engine_parameters()))
+
+
+def engine_options(given: dict[str, Any]) -> EngineOptions:
+    """The engine that the options describe."""
+    return EngineOptions(**{field.name: given[field.name] for field in fields(EngineOptions)})
+
+
+def worker_config(given: dict[str, Any]) -> WorkerConfig:
+    """The surroundings that the options describe."""
+    return WorkerConfig(
+        listen=given["listen"],
+        advertise=given["advertise"],
+        metrics_listen=given["metrics_listen"] or None,
+        transfer=TransferConfig(given["transport"], given["transfer_host"], given["write_timeout_s"]),
+        tls=shared.server_tls(given["tls_certificate"], given["tls_key"], given["tls_ca"]),
+        tokens=shared.tokens(given["token"]),
+        peer_access=shared.access(given["token"], given["tls_certificate"], given["tls_key"], given["tls_ca"]),
+        start_timeout_s=given["start_timeout_s"],
+        drain_grace_s=given["drain_grace_s"],
+        stop_timeout_s=given["stop_timeout_s"],
+    )
+
+
+def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfig]:
+    """Configurations of a worker; does not return in a process that is to be a later stage."""
+    die_with_launcher()
+    set_up_logging(role.value)
+    engine, worker = resolve_engine_config(engine_options(given), role), worker_config(given)
+    if int(os.environ.get("RANK", "0")) > 0 and engine.num_stages > 1:
+        from graftline.engine.stage_process import run_stage
+        from graftline.worker.transfer import PortFactory
+
+        raise typer.Exit(run_stage(engine, PortFactory(worker.transfer)))
+    return engine, worker

@@ -1,0 +1,260 @@
+"""A whole deployment on this machine: routers, prefills and decodes as real processes on loopback.
+
+async with local_cluster(ClusterSpec(model="smollm2-135m")) as cluster:
+    ...  # cluster.router_address
+Leaving the block stops everything; nothing is left running, even when the launcher is killed.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from graftline.child import Child
+from graftline.engine.config import StageMode
+from graftline.engine.model_fetch import DEFAULT_MODEL, resolve_model
+from graftline.errors import InvalidRequestError
+from graftline.worker.config import TransportName
+from graftline.worker.options import AUTO, EngineOptions, InitialTree, threads_per_stage, to_arguments
+
+ANY_PORT = "127.0.0.1:0"
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What to start. Fields that `EngineOptions` has too mean what they mean there, for both roles.
+
+    Attributes:
+        prefill_stages, decode_stages: pipeline stages of every worker of that role.
+        prefill_split, decode_split: layers of every stage, or "auto".
+        decode_stage_mode: how the stages of a decode run; prefills use `stage_mode`.
+        policy: how routers pick workers.
+        listen, http_listen: addresses of the first router; further ones take any port.
+        metrics: give every worker a metrics port.
+        token: bearer token of every hop; empty: none.
+        drain_grace_s: for open requests when the cluster stops.
+        peer_silence_s: silence after which a decode gives its prefill up.
+        log_dir: where processes log; a temporary directory by default.
+        prefill_arguments, decode_arguments, router_arguments: further command-line arguments.
+    """
+
+    model: str = DEFAULT_MODEL
+    prefills: int = 1
+    decodes: int = 1
+    routers: int = 1
+    prefill_stages: int = 1
+    decode_stages: int = 1
+    prefill_split: str = AUTO
+    decode_split: str = AUTO
+    stage_mode: StageMode = StageMode.PROCESSES
+    draft_head: str = AUTO
+    speculation: bool = True
+    draft_depth: int = 3
+    draft_branching: int = 1
+    draft_nodes: int = 0
+    initial_tree: InitialTree = InitialTree.REAL
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    page_size: int = 16
+    pages: int = 0
+    memory_mib: int = 512
+    chunk_tokens: int = 256
+    max_running: int = 16
+    max_queued: int = 1024
+    prefix_cache: bool = True
+    threads: int = 0
+    stage_timeout_s: float = 20.0
+    quarantine_s: float = 60.0
+    preempt_every: int = 0
+    transport: TransportName = TransportName.MOONCAKE
+    policy: str = "least_loaded"
+    listen: str = ANY_PORT
+    http_listen: str = ANY_PORT
+    metrics: bool = True
+    token: str = ""
+    start_timeout_s: float = 300.0
+    drain_grace_s: float = 5.0
+    stop_timeout_s: float = 10.0
+    peer_silence_s: float = 2.5
+    log_dir: Path | None = None
+    prefill_arguments: tuple[str, ...] = ()
+    decode_arguments: tuple[str, ...] = ()
+    router_arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("prefills", "decodes", "routers", "prefill_stages", "decode_stages"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(name, f"{getattr(self, name)} is below 1")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all workers together."""
+        return self.prefills * self.prefill_stages + self.decodes * self.decode_stages
+
+    def engine_options(self, stages: int, split: str) -> EngineOptions:
+        """The engine of one worker."""
+        shared = {field.name for field in fields(EngineOptions)} & {field.name for field in fields(self)}
+        options = EngineOptions(**{name: getattr(self, name) for name in shared})
+        threads = self.threads or threads_per_stage(self.num_stages)
+        return replace(options, stages=stages, layer_split=split, threads=threads)
+
+
+class Cluster:
+    """Running processes.
+
+    Attributes:
+        children: by name: router-0, prefill-0, decode-0, ...
+    """
+
+    def __init__(self, spec: ClusterSpec, log_dir: Path, progress: Progress) -> None:
+        self.spec = spec
+        self.children: dict[str, Child] = {}
+        self._log_dir = log_dir
+        self._progress = progress
+        self._expected_deaths: set[Child] = set()
+
+    @property
+    def router_address(self) -> str:
+        """host:port of the first router's gRPC."""
+        return self.children["router-0"].address
+
+    @property
+    def http_address(self) -> str | None:
+        """host:port of the first router's HTTP."""
+        return self.children["router-0"].ready.get("http")
+
+    def addresses(self, role: str) -> list[str]:
+        """host:port of every process of a role, in order."""
+        return [child.address for name, child in self.children.items() if name.startswith(f"{role}-")]
+
+    async def wait_for_death(self) -> Child:
+        """Until a child ends that nobody asked to end."""
+        watched = {asyncio.ensure_future(child.wait()): child for child in self._watched()}
+        try:
+            done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            return watched[next(iter(done))]
+        finally:
+            for waiting in watched:
+                waiting.cancel()
+
+    async def kill(self, name: str) -> None:
+        """Kills a child and its stages at once, as a crash would."""
+        child = self.children[name]
+        self._expected_deaths.add(child)
+        child.kill_group()
+        await child.wait()
+
+    async def restart(self, name: str) -> Child:
+        """Starts a child that ended once more, at the address it had."""
+        old = self.children[name]
+        await old.stop(0)
+        return await self.start(name, [*old.arguments, "--listen", old.address])
+
+    async def start(self, name: str, arguments: Sequence[str]) -> Child:
+        """Starts a further child and waits until it is ready. Raises as `Child.start`."""
+        self._progress(f"starting {name}")
+        environment = {"OMP_NUM_THREADS": "1", **self.spec.environment}
+        if self.spec.token:
+            environment["GRAFTLINE_TOKEN"] = self.spec.token
+        child = Child(name, arguments, self._log_dir / f"{name}.log", environment)
+        # Known before it is ready, so that a start that is given up is cleaned up too.
+        self.children[name] = child
+        await child.start(self.spec.start_timeout_s)
+        self._progress(f"{name} is ready at {child.ready.get('address')}")
+        return child
+
+    async def start_all(self) -> None:
+        """Starts workers side by side, then routers. Raises ChildDiedError or InternalError."""
+        spec = self.spec
+        names = [f"prefill-{index}" for index in range(spec.prefills)]
+        names += [f"decode-{index}" for index in range(spec.decodes)]
+        starts = [asyncio.ensure_future(self.start(name, worker_arguments(spec, name))) for name in names]
+        try:
+            await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+            for start in starts:
+                if start.done():
+                    start.result()
+        finally:
+            for start in starts:
+                start.cancel()
+        for index in range(spec.routers):
+            await self.start(f"router-{index}", router_arguments(spec, index, self))
+
+    async def stop(self) -> None:
+        """Stops routers, then workers; kills what does not end in time."""
+        grace_s = self.spec.drain_grace_s + self.spec.stop_timeout_s
+        routers = [child for name, child in self.children.items() if name.startswith("router-")]
+        workers = [child for child in self.children.values() if child not in routers]
+        for group in (routers, workers):
+            self._expected_deaths.update(group)
+            await asyncio.gather(*(child.stop(grace_s) for child in group))
+
+    def _watched(self) -> list[Child]:
+        return [child for child in self.children.values() if child not in self._expected_deaths]
+
+
+@asynccontextmanager
+async def local_cluster(spec: ClusterSpec, progress: Progress = lambda _: None) -> AsyncIterator[Cluster]:
+    """Runs a cluster while the block is open.
+
+    Args:
+        progress: hears one line at every step of the start.
+
+    Raises:
+        ChildDiedError: a process ended while starting; the message has the end of its log.
+        InternalError: a process was not ready in time.
+        InvalidRequestError: the model or a setting cannot work.
+    """
+    path = await asyncio.to_thread(resolve_model, spec.model)
+    spec = replace(spec, model=str(path))
+    with tempfile.TemporaryDirectory(prefix="graftline-") as scratch:
+        log_dir = spec.log_dir or Path(scratch)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        cluster = Cluster(spec, log_dir, progress)
+        try:
+            await cluster.start_all()
+            yield cluster
+        finally:
+            await asyncio.shield(cluster.stop())
+
+
+def worker_arguments(spec: ClusterSpec, name: str) -> list[str]:
+    """Command line of a worker."""
+    role = name.partition("-")[0]
+    is_prefill = role == "prefill"
+    stages = spec.prefill_stages if is_prefill else spec.decode_stages
+    split = spec.prefill_split if is_prefill else spec.decode_split
+    arguments = [
+        role,
+        *to_arguments(spec.engine_options(stages, split)),
+        "--listen",
+        ANY_PORT,
+        *_flag("transport", spec.transport.value),
+        *_flag("start-timeout-s", spec.start_timeout_s),
+        *_flag("drain-grace-s", spec.drain_grace_s),
+        *_flag("stop-timeout-s", spec.stop_timeout_s),
+    ]
+    if spec.metrics:
+        arguments += _flag("metrics-listen", ANY_PORT)
+    if not is_prefill:
+        arguments += _flag("peer-silence-s", spec.peer_silence_s)
+    return [*arguments, *(spec.prefill_arguments if is_prefill else spec.decode_arguments)]
+
+
+def router_arguments(spec: ClusterSpec, index: int, cluster: Cluster) -> list[str]:
+    """Command line of a router over the cluster's workers."""
+    listen, http_listen = (spec.listen, spec.http_listen) if index == 0 else (ANY_PORT, ANY_PORT)
+    arguments = ["router", *_flag("listen", listen), *_flag("http-listen", http_listen)]
+    arguments += [*_flag("policy", spec.policy), *_flag("drain-grace-s", spec.drain_grace_s)]
+    for role in ("prefill", "decode"):
+        for address in cluster.addresses(role):
+            arguments += _flag(role, address)
+    return [*arguments, *spec.router_arguments]
+
+
+def _flag(name: str, value: object) -> list[str]:
+    return [f"--{name}", str(value)]

@@ -1,0 +1,176 @@
+"""What a user says about a worker's engine, with "auto" values, and how it becomes an `EngineConfig`."""
+
+import os
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import msgspec
+
+from graftline.engine.config import EngineConfig, Role, StageMode
+from graftline.engine.draft_head.config import DraftHeadConfig, read_draft_head_config
+from graftline.engine.layer_split import automatic_split, last_stage_cost, parse_split
+from graftline.engine.memory_plan import pages_within
+from graftline.engine.model_fetch import DEFAULT_MODEL, draft_head_path, resolve_model
+from graftline.engine.models.checkpoint import open_checkpoint
+from graftline.engine.models.config import ModelConfig
+from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
+from graftline.errors import InvalidRequestError
+
+AUTO = "auto"
+NONE = "none"
+_MIB = 1 << 20
+
+
+class InitialTree(Enum):
+    """What the first decode round verifies."""
+
+    REAL = "real"
+    ROOT_ONLY = "root-only"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """One worker's engine, as a user describes it.
+
+    Attributes:
+        model: known name, directory or GGUF file.
+        draft_head: directory of the draft head; "auto": the one beside the model, "none": no speculation.
+        speculation: False turns it off whatever heads there are.
+        draft_nodes: 0: a chain has depth + 1 nodes, a tree 2 * depth * branching.
+        device: "cpu", "cuda" (stage i gets GPU i, modulo their number) or "cuda:N".
+        stages: of the pipeline.
+        layer_split: layers of every stage ("10,12,8"), or "auto".
+        pages: 0: as many as `memory_mib` holds.
+        memory_mib: for the pools of the largest stage.
+        threads: CPU threads of every stage; 0: the machine's cores shared between the stages.
+    """
+
+    model: str = DEFAULT_MODEL
+    draft_head: str = AUTO
+    speculation: bool = True
+    draft_depth: int = 3
+    draft_branching: int = 1
+    draft_nodes: int = 0
+    initial_tree: InitialTree = InitialTree.REAL
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    stages: int = 1
+    layer_split: str = AUTO
+    stage_mode: StageMode = StageMode.PROCESSES
+    page_size: int = 16
+    pages: int = 0
+    memory_mib: int = 512
+    chunk_tokens: int = 256
+    max_running: int = 16
+    max_queued: int = 1024
+    prefix_cache: bool = True
+    threads: int = 0
+    stage_timeout_s: float = 20.0
+    quarantine_s: float = 60.0
+    preempt_every: int = 0
+
+
+def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
+    """Settles every "auto"; fetches a named model.
+
+    Raises:
+        InvalidRequestError: a value that does not fit the model, naming the option.
+        OutOfCapacityError: `memory_mib` holds no page.
+    """
+    path = resolve_model(options.model)
+    model = open_checkpoint(path).config
+    head_path = find_draft_head(options, path)
+    head = read_draft_head_config(head_path) if head_path is not None else None
+    tree = tree_shape(options) if head is not None else NO_SPECULATION
+    config = EngineConfig(
+        model=str(path),
+        role=role,
+        draft_head=None if head_path is None else str(head_path),
+        dtype=options.dtype,
+        device=options.device,
+        layer_split=layer_split(options, role, model, head, tree),
+        stage_mode=options.stage_mode,
+        page_size=options.page_size,
+        num_pages=max(1, options.pages),
+        max_running=options.max_running,
+        max_queued=options.max_queued,
+        chunk_tokens=options.chunk_tokens,
+        tree=tree,
+        real_trees=options.initial_tree is InitialTree.REAL,
+        prefix_cache=options.prefix_cache,
+        threads=options.threads or threads_per_stage(options.stages),
+        stage_timeout_s=options.stage_timeout_s,
+        quarantine_s=options.quarantine_s,
+        preempt_every=options.preempt_every,
+    )
+    if options.pages:
+        return config
+    pages = pages_within(config, model, head, options.memory_mib * _MIB)
+    return msgspec.structs.replace(config, num_pages=min(pages, most_useful_pages(options, model)))
+
+
+def find_draft_head(options: EngineOptions, model_path: Path) -> Path | None:
+    """The draft head to use, or None when nothing is to be drafted.
+
+    Raises:
+        InvalidRequestError: the one asked for is not there.
+    """
+    if not options.speculation or options.draft_head == NONE:
+        return None
+    if options.draft_head == AUTO:
+        return draft_head_path(model_path)
+    path = Path(options.draft_head).expanduser()
+    if not path.is_dir():
+        raise InvalidRequestError("draft_head", f"{options.draft_head!r} is no directory")
+    return path
+
+
+def tree_shape(options: EngineOptions) -> TreeShape:
+    """The shape of draft trees. Raises InvalidRequestError for impossible ones."""
+    depth, branching = options.draft_depth, options.draft_branching
+    nodes = options.draft_nodes or (depth + 1 if branching == 1 else 2 * depth * branching)
+    return TreeShape(depth, branching, nodes)
+
+
+def layer_split(
+    options: EngineOptions, role: Role, model: ModelConfig, head: DraftHeadConfig | None, tree: TreeShape
+) -> tuple[int, ...]:
+    """Layers of every stage. Raises InvalidRequestError when they do not add up."""
+    if options.layer_split != AUTO:
+        return parse_split(options.layer_split)
+    # All of a prompt's rows pass the drafter's layer, but only one row of each request passes the output head.
+    prefill_cost = 0.0 if head is None else 1.0
+    cost = last_stage_cost(model, head, tree) if role is Role.DECODE else prefill_cost
+    return automatic_split(model.num_layers, options.stages, cost)
+
+
+def threads_per_stage(num_stages: int) -> int:
+    """The machine's cores, shared."""
+    return max(1, (os.cpu_count() or 1) // num_stages)
+
+
+def most_useful_pages(options: EngineOptions, model: ModelConfig) -> int:
+    """Pages that `max_running` requests of the longest kind can use; more would lie idle."""
+    return -(-model.context_length // options.page_size) * options.max_running
+
+
+def to_arguments(options: EngineOptions) -> list[str]:
+    """Command-line arguments that say the same; values that are the defaults are left out."""
+    arguments: list[str] = []
+    defaults = EngineOptions()
+    for name in EngineOptions.__dataclass_fields__:
+        value = getattr(options, name)
+        if value == getattr(defaults, name):
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", str(value.value if isinstance(value, Enum) else value)]
+    return arguments
+
+
+def with_threads(options: EngineOptions, num_stages_on_machine: int) -> EngineOptions:
+    """The same with the machine's cores shared between all stages that run on it."""
+    return options if options.threads else replace(options, threads=threads_per_stage(num_stages_on_machine))
