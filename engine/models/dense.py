@@ -7,6 +7,7 @@ Knows no requests and no stages: what a forward needs is in its arguments. On CP
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,20 +16,17 @@ from graftline.engine.models.checkpoint import Checkpoint
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.rope import rope_tables
 from graftline.errors import InvalidRequestError
-from graftline.kernels.activation import silu_mul
-from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_batch import AttentionBatch
-from graftline.kernels.kv_write import write_kv
+from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
 from graftline.kernels.linear import LinearWeight, linear, pack_linear, unpack_rows
-from graftline.kernels.norm import add_rms_norm, rms_norm
-from graftline.kernels.rope import rope_
+from graftline.kernels.norm import rms_norm
 
 # Draft nodes may stand past the context's end before they are cut; their rotations must exist.
 _POSITIONS_PAST_CONTEXT = 256
 
 
 class KvViews(Protocol):
-    """The KV memory of a stage's layers."""
+    """The KV memory of a stage's layers; it stays where it is as long as the object lives."""
 
     def layer_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a global layer: two of [num_pages, page_size, num_kv_heads, head_dim]."""
@@ -81,12 +79,21 @@ class DenseModel:
         self.device = torch.device(device)
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
         loader = _Loader(checkpoint, dtype, self.activation_dtype, self.device)
-        self._weights = tuple(loader.layer(layer) for layer in layers)
         self._embedding, self._head = loader.top(with_embedding, with_head)
         self._norm = loader.norm("model.norm", config.hidden_size) if with_head else None
         cos, sin = rope_tables(config.rope, config.head_dim, config.context_length + _POSITIONS_PAST_CONTEXT)
-        self._cos, self._sin = cos.to(self.device), sin.to(self.device)
-        self._scale = config.head_dim**-0.5
+        shape = DecoderLayerShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            cos=cos.to(self.device),
+            sin=sin.to(self.device),
+        )
+        self._stack = DenseLayers([loader.layer(layer) for layer in layers], shape) if layers else None
+        # Describing the pages of thirty layers takes as long as a layer; pools live as long as their model.
+        self._pages: WeakKeyDictionary[KvViews, LayerPages] = WeakKeyDictionary()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of [rows] int64 ids: [rows, hidden]."""
@@ -106,13 +113,13 @@ class DenseModel:
         Returns:
             ([rows, hidden] residual stream after the last layer, feature by n, each [rows, hidden]).
         """
-        wanted = frozenset(capture)
-        features = {0: hidden} if 0 in wanted and self.layers.start == 0 else {}
-        for layer, weights in zip(self.layers, self._weights, strict=True):
-            hidden = self._run_layer(hidden, weights, batch, *kv.layer_kv(layer))
-            if layer + 1 in wanted:
-                features[layer + 1] = hidden
-        return hidden, features
+        first = self.layers.start
+        features = {0: hidden} if first == 0 and 0 in capture else {}
+        if self._stack is None:
+            return hidden, features
+        own = [n - first for n in capture if n - 1 in self.layers]
+        hidden, captured = self._stack.run(hidden, batch, self._pages_of(kv), own)
+        return hidden, features | {first + n: feature for n, feature in captured.items()}
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] residual stream after the last layer -> what the output head reads."""
@@ -129,22 +136,11 @@ class DenseModel:
         assert self._head is not None, "this stage was loaded without the head"
         return unpack_rows(self._head, token_ids)
 
-    def _run_layer(
-        self, hidden: Tensor, weights: LayerWeights, batch: AttentionBatch, k_pages: Tensor, v_pages: Tensor
-    ) -> Tensor:
-        config, eps = self.config, self.config.rms_norm_eps
-        qkv = linear(rms_norm(hidden, weights.input_norm, eps), weights.qkv)
-        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        q = heads[:, : config.num_heads]
-        k = heads[:, config.num_heads : config.num_heads + config.num_kv_heads]
-        v = heads[:, config.num_heads + config.num_kv_heads :]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
-        rope_(q, k, batch.positions, self._cos, self._sin)
-        write_kv(k, v, k_pages, v_pages, batch)
-        attended = linear(paged_attention(q, k_pages, v_pages, batch, self._scale).flatten(1), weights.output)
-        normed, hidden = add_rms_norm(attended, hidden, weights.post_norm, eps)
-        return hidden + linear(silu_mul(linear(normed, weights.gate_up)), weights.down)
+    def _pages_of(self, kv: KvViews) -> LayerPages:
+        pages = self._pages.get(kv)
+        if pages is None:
+            pages = self._pages[kv] = LayerPages([kv.layer_kv(layer) for layer in self.layers])
+        return pages
 
 
 class _Loader:
@@ -159,7 +155,8 @@ class _Loader:
         self._device = device
 
     def norm(self, module: str, size: int) -> Tensor:
-        return self._tensor(f"{module}.weight", (size,)).to(self._device, self._activation_dtype)
+        # A copy: kernels keep its address, and the checkpoint's may lie in a mapped file.
+        return self._tensor(f"{module}.weight", (size,)).to(self._device, self._activation_dtype, copy=True)
 
     def projection(self, columns: int, rows: Mapping[str, int], has_bias: bool = False) -> LinearWeight:
         """The matrices of `rows` (module -> its outputs) below each other."""
