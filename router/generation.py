@@ -144,6 +144,8 @@ class Generator:
                 for task in running:
                     task.cancel()
         if failure is not None:
+            if isinstance(failure, SlowConsumerError):
+                self._metrics.counter(SLOW_CONSUMERS_CUT).inc()
             for _, observer in planned:
                 observer.failed(failure)
             raise failure
@@ -151,9 +153,6 @@ class Generator:
     async def _run(self, run: ChoiceRun, outbox: Outbox) -> None:
         try:
             await run.run()
-        except SlowConsumerError as error:
-            self._metrics.counter(SLOW_CONSUMERS_CUT).inc()
-            outbox.fail(error)
         except GraftlineError as error:
             outbox.fail(error)
         except Exception as error:

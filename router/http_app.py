@@ -21,8 +21,8 @@ from graftline.router.generation import Generation, Generator
 from graftline.router.openai.answer import Answer
 from graftline.router.openai.errors import error_body, error_headers, http_status
 from graftline.router.openai.request import OpenAiRequest, chat_request, completion_request
-from graftline.router.outbox import SlowConsumerError
 from graftline.router.registry import Registry
+from graftline.router.write_guard import WriteGuard
 
 Translate = Callable[[bytes], OpenAiRequest]
 
@@ -154,15 +154,8 @@ class _Completion(Response):
         try:
             try:
                 async with self._generator.open(self._request.requests, None) as generation:
-                    answer = Answer(
-                        self._request, generation.request_id, generation.model.model_id, generation.model.vocabulary
-                    )
-                    if self._request.stream:
-                        await self._stream(generation, answer, send)
-                    else:
-                        async for delta in generation:
-                            answer.add(delta)
-                        await _json(answer.whole())(scope, receive, send)
+                    with WriteGuard(self._write_timeout_s) as guard:
+                        await self._answer(generation, guard, send)
             except GraftlineError:
                 raise
             except Exception as error:
@@ -171,9 +164,24 @@ class _Completion(Response):
             if not self._has_started:
                 await _error(error)(scope, receive, send)
             else:
-                await self._send(send, _event(error_body(error)), more=False)
+                await send({"type": "http.response.body", "body": _event(error_body(error)), "more_body": False})
 
-    async def _stream(self, generation: Generation, answer: Answer, send: Send) -> None:
+    async def _answer(self, generation: Generation, guard: WriteGuard, send: Send) -> None:
+        model = generation.model
+        answer = Answer(self._request, generation.request_id, model.model_id, model.vocabulary)
+        if self._request.stream:
+            await self._stream(generation, answer, send, guard)
+            return
+        async for delta in generation:
+            answer.add(delta)
+        body = msgspec.json.encode(answer.whole())
+        self._has_started = True
+        guard.writing()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+        guard.written()
+
+    async def _stream(self, generation: Generation, answer: Answer, send: Send, guard: WriteGuard) -> None:
         opened: set[int] = set()
         async for delta in generation:
             answer.add(delta)
@@ -182,19 +190,17 @@ class _Completion(Response):
                 events.append(_event(answer.opening(delta.choice)))
             opened.add(delta.choice)
             events.append(_event(answer.chunk(delta)))
-            await self._send(send, b"".join(events))
+            await self._send(send, b"".join(events), guard)
         ending = [_event(answer.usage_chunk())] if self._request.include_usage else []
-        await self._send(send, b"".join([*ending, b"data: [DONE]\n\n"]), more=False)
+        await self._send(send, b"".join([*ending, b"data: [DONE]\n\n"]), guard, more=False)
 
-    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                if not self._has_started:
-                    self._has_started = True
-                    await send(_STREAM_START)
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise SlowConsumerError(f"the client did not take a message for {self._write_timeout_s:g} s") from None
+    async def _send(self, send: Send, data: bytes, guard: WriteGuard, *, more: bool = True) -> None:
+        guard.writing()
+        if not self._has_started:
+            self._has_started = True
+            await send(_STREAM_START)
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        guard.written()
 
 
 _STREAM_START: Message = {

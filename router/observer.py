@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from prometheus_client import Counter
+
 from graftline.errors import CancelledRequestError, GraftlineError
 from graftline.metrics import (
     ATTEMPTS_FAILED,
@@ -32,19 +34,48 @@ _OUTCOMES = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON
 
 
 class ModelInstruments:
-    """The instruments of one model, looked up once."""
+    """The instruments of one model, looked up once: a look-up by labels costs more than the count itself."""
 
     def __init__(self, metrics: Metrics, model_id: str) -> None:
-        self.metrics = metrics
-        self.model_id = model_id
+        self._metrics = metrics
+        self._model_id = model_id
         self.started = metrics.counter(REQUESTS_STARTED).labels(model_id)
         self.open = metrics.gauge(REQUESTS_OPEN)
         self.resumed = metrics.counter(STREAMS_RESUMED).labels(model_id)
         self.resume_gap = metrics.histogram(RESUME_GAP)
+        self.prompt_tokens = metrics.counter(PROMPT_TOKENS).labels(model_id)
+        self.cached_tokens = metrics.counter(CACHED_TOKENS).labels(model_id)
         self.completion_tokens = metrics.counter(COMPLETION_TOKENS).labels(model_id)
+        self.rounds = metrics.counter(SPECULATION_ROUNDS).labels(model_id)
+        self.drafted = metrics.counter(SPECULATION_DRAFTED).labels(model_id)
+        self.accepted = metrics.counter(SPECULATION_ACCEPTED).labels(model_id)
         self.time_to_first_token = metrics.histogram(TIME_TO_FIRST_TOKEN).labels(model_id)
         self.inter_token = metrics.histogram(INTER_TOKEN).labels(model_id)
         self.end_to_end = metrics.histogram(END_TO_END).labels(model_id)
+        self._ended: dict[str, Counter] = {}
+        self._first_round: dict[int, tuple[Counter, Counter]] = {}
+
+    def ended(self, outcome: str) -> Counter:
+        """Requests that ended so."""
+        counter = self._ended.get(outcome)
+        if counter is None:
+            counter = self._ended[outcome] = self._metrics.counter(REQUESTS_ENDED).labels(self._model_id, outcome)
+        return counter
+
+    def first_round(self, origin: int) -> tuple[Counter, Counter]:
+        """Drafted and accepted tokens of first rounds from trees of this origin."""
+        pair = self._first_round.get(origin)
+        if pair is None:
+            name = TreeOrigin.Name(origin).removeprefix("TREE_ORIGIN_").lower()  # type: ignore[arg-type]
+            pair = self._first_round[origin] = (
+                self._metrics.counter(FIRST_ROUND_DRAFTED).labels(self._model_id, name),
+                self._metrics.counter(FIRST_ROUND_ACCEPTED).labels(self._model_id, name),
+            )
+        return pair
+
+    def attempt_failed(self, leg: Leg, error: GraftlineError) -> None:
+        """An attempt failed."""
+        self._metrics.counter(ATTEMPTS_FAILED).labels(leg.value, type(error).__name__).inc()
 
 
 class RequestObserver:
@@ -80,20 +111,20 @@ class RequestObserver:
 
     def attempt_failed(self, leg: Leg, error: GraftlineError) -> None:
         """An attempt failed."""
-        self._instruments.metrics.counter(ATTEMPTS_FAILED).labels(leg.value, type(error).__name__).inc()
+        self._instruments.attempt_failed(leg, error)
 
     def choice_finished(self, finish: GenerateFinish) -> None:
         """A choice ended well."""
-        metrics, model = self._instruments.metrics, self._instruments.model_id
-        metrics.counter(PROMPT_TOKENS).labels(model).inc(finish.usage.prompt_tokens)
-        metrics.counter(CACHED_TOKENS).labels(model).inc(finish.usage.cached_tokens)
-        stats = finish.speculation
-        metrics.counter(SPECULATION_ROUNDS).labels(model).inc(stats.rounds)
-        metrics.counter(SPECULATION_DRAFTED).labels(model).inc(stats.drafted)
-        metrics.counter(SPECULATION_ACCEPTED).labels(model).inc(stats.accepted)
-        origin = TreeOrigin.Name(stats.tree_origin).removeprefix("TREE_ORIGIN_").lower()
-        metrics.counter(FIRST_ROUND_DRAFTED).labels(model, origin).inc(stats.first_round_drafted)
-        metrics.counter(FIRST_ROUND_ACCEPTED).labels(model, origin).inc(stats.first_round_accepted)
+        instruments, usage, stats = self._instruments, finish.usage, finish.speculation
+        instruments.prompt_tokens.inc(usage.prompt_tokens)
+        instruments.cached_tokens.inc(usage.cached_tokens)
+        if stats.rounds:
+            instruments.rounds.inc(stats.rounds)
+            instruments.drafted.inc(stats.drafted)
+            instruments.accepted.inc(stats.accepted)
+            drafted, accepted = instruments.first_round(stats.tree_origin)
+            drafted.inc(stats.first_round_drafted)
+            accepted.inc(stats.first_round_accepted)
         self._outcome = _OUTCOMES.get(finish.reason, "stop")
 
     def failed(self, error: Exception) -> None:
@@ -106,4 +137,4 @@ class RequestObserver:
         instruments = self._instruments
         instruments.open.dec()
         instruments.end_to_end.observe(self._clock() - self._received_at)
-        instruments.metrics.counter(REQUESTS_ENDED).labels(instruments.model_id, self._outcome).inc()
+        instruments.ended(self._outcome).inc()

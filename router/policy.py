@@ -81,6 +81,8 @@ class LeastLoaded:
 
     def pick(self, candidates: Sequence[Worker], demand: Demand) -> Worker:
         """See Policy."""
+        if len(candidates) == 1:
+            return candidates[0]
         ranked = zip(costs(candidates, demand), candidates, strict=True)
         return min(ranked, key=lambda item: (item[0], item[1].open_requests, random.random()))[1]
 

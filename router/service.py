@@ -1,6 +1,5 @@
 """The gRPC face of the router: RouterService."""
 
-import asyncio
 from typing import Any
 
 from graftline.proto.status import rpc_border
@@ -16,9 +15,9 @@ from graftline.proto.v1.router_pb2 import (
 from graftline.proto.v1.router_pb2_grpc import RouterServiceServicer
 from graftline.router.admission import Admission
 from graftline.router.generation import Generator
-from graftline.router.outbox import SlowConsumerError
 from graftline.router.registry import Registry
 from graftline.router.transcript import Delta
+from graftline.router.write_guard import WriteGuard
 
 
 class RouterService(RouterServiceServicer):
@@ -33,14 +32,11 @@ class RouterService(RouterServiceServicer):
     async def Generate(self, request: GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """Streams what is generated; a client that takes too long over a message is cut."""
         async with rpc_border(context), self._generator.open([request], context.time_remaining()) as generation:
-            async for delta in generation:
-                try:
-                    async with asyncio.timeout(self._write_timeout_s):
-                        await context.write(_response(generation.request_id, delta))
-                except TimeoutError:
-                    raise SlowConsumerError(
-                        f"the client did not take a message for {self._write_timeout_s:g} s"
-                    ) from None
+            with WriteGuard(self._write_timeout_s) as guard:
+                async for delta in generation:
+                    guard.writing()
+                    await context.write(_response(generation.request_id, delta))
+                    guard.written()
 
     async def ListModels(self, request: ListModelsRequest, context: Any) -> ListModelsResponse:  # noqa: N802
         """Every model that a known decode serves."""

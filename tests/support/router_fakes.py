@@ -145,6 +145,8 @@ class FakeWorker:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     first_token_sent: asyncio.Event = field(default_factory=asyncio.Event)
     num_running: int = 0
+    num_decoding: int = 0
+    num_steps: int = 0
     num_described: int = 0
     known_hashes: list[str] = field(default_factory=list)
     frozen: asyncio.Event = field(default_factory=asyncio.Event)
@@ -204,8 +206,9 @@ class FakeWorkerService(WorkerServiceServicer):
             message = WatchResponse()
             message.CopyFrom(worker.load)
             message.incarnation = worker.incarnation
-            message.running = worker.load.running or worker.num_running
-            message.progress = worker.load.progress or len(worker.requests)
+            message.running = worker.load.running or worker.num_decoding
+            message.queued = worker.load.queued or worker.num_running - worker.num_decoding
+            message.progress = worker.load.progress or worker.num_steps
             yield message
             worker.changed.clear()
             try:
@@ -228,16 +231,21 @@ class FakeDecodeService(DecodeServiceServicer):
         worker = self._worker
         worker.requests.append(request)
         worker.num_running += 1
+        num_steps = 0
         try:
             async with rpc_border(context):
                 check_decode_request(request, ModelLimits(worker.card.vocab_size, worker.card.context_length))
             async for response in self._generate(request, context):
+                worker.num_decoding += num_steps == 0
+                num_steps += 1
+                worker.num_steps += 1
                 yield response
         except asyncio.CancelledError:
             worker.cancelled.set()
             raise
         finally:
             worker.num_running -= 1
+            worker.num_decoding -= num_steps > 0
 
     async def _generate(self, request: Any, context: Any) -> AsyncIterator[DecodeServiceGenerateResponse]:
         worker = self._worker

@@ -1,0 +1,56 @@
+"""Cuts a client that takes too long over one message, with one timer a request instead of one a message."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from graftline.router.outbox import SlowConsumerError
+
+
+class WriteGuard:
+    """Around a request's writes. `writing()` before each, `written()` after it.
+
+    A write that takes longer than `timeout_s` (at most twice as long) cancels the task that entered the guard, and
+    the guard turns that into SlowConsumerError.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+        self._writes = 0
+        self._is_writing = False
+        self._seen = -1
+        self._has_cut = False
+
+    def writing(self) -> None:
+        """A write begins."""
+        self._writes += 1
+        self._is_writing = True
+
+    def written(self) -> None:
+        """It is done."""
+        self._is_writing = False
+
+    def __enter__(self) -> Self:
+        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._has_cut and self._task is not None:
+            still_cancelling = self._task.uncancel()
+            if kind is asyncio.CancelledError and not still_cancelling:
+                raise SlowConsumerError(f"the client did not take a message for {self._timeout_s:g} s") from error
+
+    def _look(self) -> None:
+        if self._is_writing and self._seen == self._writes and self._task is not None:
+            self._has_cut = True
+            self._task.cancel()
+            return
+        self._seen = self._writes if self._is_writing else -1
+        self._timer = self._loop.call_later(self._timeout_s, self._look)
