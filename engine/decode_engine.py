@@ -6,6 +6,7 @@ has at most one round under way, so that every stage has work while the others c
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from graftline.engine.pages import PageAllocator, num_pages_for
 from graftline.engine.plan import PageChange, Report, Segment, SegmentOutcome, SlotOpening, StepPlan, StepResult
 from graftline.engine.quarantine import Quarantine
 from graftline.engine.rates import DecodeTotals, RecentRate
-from graftline.engine.request import DraftTree, Request, RequestKey, SlotId, Token
+from graftline.engine.request import DraftTree, Request, RequestKey, Sampling, SlotId, Token
 from graftline.engine.service_api import (
     DecodeCancelled,
     DecodeEvent,
@@ -180,12 +181,11 @@ class DecodeScheduler:
         self._load = self._snapshot()
 
     def _fail(self, reason: str) -> None:
-        logger.error("the decode engine failed: %s", reason)
+        """Ends everybody. What late writes and stages may still do to the pages harms nobody: no one gets them."""
         self._failed = reason
         for request in list(self._requests.values()):
+            self._forget(request)
             request.deliver(DecodeFailed(reason))
-        self._requests.clear()
-        self._line.clear()
         self._load = self._snapshot()
 
     # --- reservations ------------------------------------------------------------------------------------------
@@ -194,7 +194,12 @@ class DecodeScheduler:
         if self._failed is not None:
             deliver(DecodeFailed(self._failed))
             return
-        assert request.key not in self._requests, f"{request.key} is reserved twice"
+        if request.key in self._requests:
+            deliver(DecodeFailed(f"{request.key} is reserved already"))
+            return
+        if len(self._line) >= self._config.max_queued:
+            deliver(DecodeFailed(f"{len(self._line)} requests are waiting already"))
+            return
         waiting = DecodeRequest(request, deliver, self._context_len, order=next(self._orders))
         self._requests[request.key] = waiting
         self._line.append(waiting)
@@ -249,12 +254,20 @@ class DecodeScheduler:
         if request is None or request.phase is not Phase.RESERVED:
             logger.warning("%s was started but is not reserved", key)
             return
-        request.start(first_token, tree)
+        request.start(first_token, self._usable(tree, first_token))
         ending = request.ending_before_start()
         if ending is not None:
             self._end(request, ending)
         else:
             self._batches.add(request)
+
+    def _usable(self, tree: DraftTree, first_token: Token) -> DraftTree:
+        """The tree a peer sent, if it is one for this first token and this model; any tree keeps output exact."""
+        fits = tree.tokens[0] == first_token.token_id and tree.num_nodes <= self._config.tree.nodes
+        if fits and all(0 <= token_id < self._vocab_size for token_id in tree.tokens):
+            return tree
+        logger.warning("a draft tree of %d nodes is not for this model: it is left out", tree.num_nodes)
+        return DraftTree.root_only(first_token.token_id)
 
     def _cancel(self, key: RequestKey) -> None:
         request = self._requests.get(key)
@@ -316,8 +329,9 @@ class DecodeScheduler:
         nodes = min(request.tree.num_nodes, len(request.pages) * page_size - request.committed)
         if nodes > 0:
             return nodes
-        victim = self._batches.youngest_idle()
-        if victim is None:
+        victim = self._batches.youngest()
+        if victim.in_flight:
+            victim.preempt_wanted = True  # once it has landed
             return 0
         self._preempt(victim)
         return 0 if victim is request else self._make_room(request)
@@ -331,6 +345,7 @@ class DecodeScheduler:
             request.in_flight = False
             self._apply_outcome(request, outcome)
         self.totals.rounds += 1
+        self._preempt_wanted(batch)
         self._force_preemption(batch)
 
     def _apply_outcome(self, request: DecodeRequest, outcome: SegmentOutcome) -> None:
@@ -361,6 +376,13 @@ class DecodeScheduler:
         self._token_rate.add(num_tokens)
         self._recent_rounds.add(1)
         self._recent_accepted.add(num_tokens)
+
+    def _preempt_wanted(self, batch: Microbatch) -> None:
+        """Who was in flight when an older request needed its pages gives way now, if there still are none."""
+        for request in [member for member in batch.members if member.preempt_wanted]:
+            request.preempt_wanted = False
+            if self._pages.num_available == 0:
+                self._preempt(request)
 
     def _force_preemption(self, batch: Microbatch) -> None:
         """The test hook that makes preemption the common path."""
@@ -420,3 +442,25 @@ def check_request(request: Request, context_len: int, vocab_size: int) -> None:
         raise InvalidRequestError(
             "max_tokens", f"{request.stopping.max_tokens} with {request.num_earlier_tokens} emitted"
         )
+    for field, ids in (
+        ("stop_token_ids", request.stopping.ending_ids),
+        ("logit_bias", frozenset(request.sampling.logit_bias)),
+    ):
+        foreign = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+        if foreign:
+            raise InvalidRequestError(field, f"{foreign[0]} is not in 0..{vocab_size - 1}")
+    _check_sampling(request.sampling)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    in_range = {
+        "temperature": math.isfinite(sampling.temperature) and sampling.temperature >= 0,
+        "top_k": sampling.top_k >= 0,
+        "top_p": 0 < sampling.top_p <= 1,
+        "min_p": 0 <= sampling.min_p <= 1,
+        "seed": 0 <= sampling.seed < 1 << 64,
+        "logit_bias": all(map(math.isfinite, sampling.logit_bias.values())),
+    }
+    for field, holds in in_range.items():
+        if not holds:
+            raise InvalidRequestError(field, f"{getattr(sampling, field)} is out of range")

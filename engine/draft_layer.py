@@ -45,6 +45,17 @@ class TargetHead:
     context_length: int
 
 
+_MODULES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
 class _Weights:
     """Named tensors of one draft head file."""
 
@@ -52,11 +63,16 @@ class _Weights:
         self._file = folder / WEIGHTS_FILE
         self._tensors = load_file(self._file, device=str(device))
 
-    def get(self, name: str) -> Tensor | None:
-        return self._tensors.get(name)
-
-    def need(self, name: str) -> Tensor:
+    def get(self, name: str, *shape: int) -> Tensor | None:
         tensor = self._tensors.get(name)
+        if tensor is not None and tensor.shape != shape:
+            raise InvalidRequestError(
+                "draft_head", f"{self._file}: {name} is {tuple(tensor.shape)}, the config says {shape}"
+            )
+        return tensor
+
+    def need(self, name: str, *shape: int) -> Tensor:
+        tensor = self.get(name, *shape)
         if tensor is None:
             raise InvalidRequestError("draft_head", f"{self._file} has no tensor {name}")
         return tensor
@@ -69,6 +85,10 @@ class DraftLayer:
         folder: holds config.json and model.safetensors.
         target: what the head shares.
         dtype: type its weights are stored in.
+
+    Raises:
+        InvalidRequestError: a tensor is missing or not shaped as the config says, or what the head shares with its
+            target does not fit it.
     """
 
     def __init__(self, folder: Path, target: TargetHead, dtype: torch.dtype, device: torch.device) -> None:
@@ -172,43 +192,61 @@ class DraftLayer:
 
     def _load_layer(self, weights: _Weights) -> None:
         prefix = "midlayer." if self._is_eagle3 else "layers.0."
+        config = self.config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-        def packed(*names: str) -> LinearWeight:
-            parts = [weights.need(f"{prefix}{name}.weight") for name in names]
-            biases = [weights.get(f"{prefix}{name}.bias") for name in names]
+        def packed(columns: int, **rows: int) -> LinearWeight:
+            parts = [weights.need(f"{prefix}{_MODULES[name]}.weight", size, columns) for name, size in rows.items()]
+            biases = [weights.get(f"{prefix}{_MODULES[name]}.bias", size) for name, size in rows.items()]
             bias = torch.cat([part for part in biases if part is not None]) if biases[0] is not None else None
             return pack_linear(torch.cat(parts).to(self._dtype), None if bias is None else bias.to(self._activations))
 
         def norm(name: str) -> Tensor:
-            return weights.need(name).to(self._activations)
+            return weights.need(name, hidden).to(self._activations)
 
-        fc_bias = weights.get("fc.bias")
+        features = len(self.feature_layers) * config.target_hidden_size
+        fc_bias = weights.get("fc.bias", hidden)
         self._fc = pack_linear(
-            weights.need("fc.weight").to(self._dtype), None if fc_bias is None else fc_bias.to(self._activations)
+            weights.need("fc.weight", hidden, features if self._is_eagle3 else hidden + features).to(self._dtype),
+            None if fc_bias is None else fc_bias.to(self._activations),
         )
-        self._qkv = packed("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._o = packed("self_attn.o_proj")
-        self._gate_up = packed("mlp.gate_proj", "mlp.up_proj")
-        self._down = packed("mlp.down_proj")
+        self._qkv = packed(2 * hidden if self._is_eagle3 else hidden, q=q_size, k=kv_size, v=kv_size)
+        self._o = packed(q_size, o=hidden)
+        self._gate_up = packed(hidden, gate=inner, up=inner)
+        self._down = packed(inner, down=hidden)
         self._post_norm = norm(f"{prefix}post_attention_layernorm.weight")
-        input_norm = weights.get(f"{prefix}input_layernorm.weight")
+        input_norm = weights.get(f"{prefix}input_layernorm.weight", hidden)
         self._input_norm = None if input_norm is None else input_norm.to(self._activations)
         self._hidden_norm = norm(f"{prefix}hidden_norm.weight") if self._is_eagle3 else self._post_norm
         self._norm = norm("norm.weight") if self.config.norm_output else None
         self._scale = self.config.head_dim**-0.5
 
     def _load_vocabulary(self, weights: _Weights) -> None:
-        embedding = weights.get("embed_tokens.weight")
+        config = self.config
+        embedding = weights.get("embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = None if embedding is None else embedding.to(self._activations)
-        offsets = weights.get("d2t")
+        offsets = weights.get("d2t", config.draft_vocab_size)
         self._to_target: Tensor | None = None
         if offsets is not None:
             self._to_target = torch.arange(offsets.shape[0], device=offsets.device) + offsets.long()
-        elif self.config.reduced_vocab:
+            self._check_target_ids(self._to_target)
+        elif config.reduced_vocab:
             raise InvalidRequestError("draft_head", "a reduced vocabulary without the tensor d2t")
-        own_head = weights.get("lm_head.weight")
+        own_head = weights.get("lm_head.weight", config.draft_vocab_size, config.hidden_size)
+        if config.hidden_size != config.target_hidden_size and (embedding is None or own_head is None):
+            raise InvalidRequestError(
+                "draft_head",
+                f"a head of width {config.hidden_size} cannot share embedding or output head with a target of width "
+                f"{config.target_hidden_size}",
+            )
         self._head: LinearWeight | None = None
         if own_head is not None:
             self._head = pack_linear(own_head.to(self._dtype))
         elif self._to_target is not None:
             self._head = pack_linear(self._target.head_rows(self._to_target).to(self._dtype))
+
+    def _check_target_ids(self, ids: Tensor) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise InvalidRequestError("draft_head", f"d2t leads to ids {low}..{high} of {self.config.vocab_size}")

@@ -96,6 +96,8 @@ class EngineThread(Generic[Command]):
 
     def _take(self, item: Command | Report) -> None:
         if isinstance(item, StageFailed):
+            if not self._failed:
+                logger.error("%s: stage %d failed: %s", self._thread.name, item.stage, item.reason)
             self._end(f"stage {item.stage}: {item.reason}")
         elif not (self._failed and isinstance(item, Report)):
             self._handle(item)

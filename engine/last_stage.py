@@ -72,7 +72,7 @@ class LastStage:
 
         Args:
             hidden: [rows, hidden] residual stream behind the last layer.
-            features: [rows, hidden] each, as many captured layers as the drafter wants.
+            features: [rows, hidden] each: the layers that the drafter wants, ascending, each once.
             pages: page table of every slot.
         """
         verdicts = self._judge(plan.segments, self._sample(plan.segments, hidden))
@@ -141,10 +141,10 @@ class LastStage:
     def _drafter_input(
         self, drafter: Drafter, hidden: Tensor, features: Sequence[Tensor], rows: Sequence[int]
     ) -> Tensor:
-        captured = iter(features)
+        captured = dict(zip(sorted({layer for layer in drafter.feature_layers if layer >= 0}), features, strict=True))
         index = torch.tensor(rows, dtype=torch.int64, device=self._device)
         columns = [
-            self._model.final_norm(hidden[index]) if layer < 0 else next(captured)[index]
+            self._model.final_norm(hidden[index]) if layer < 0 else captured[layer][index]
             for layer in drafter.feature_layers
         ]
         return torch.cat(columns, dim=-1) if len(columns) > 1 else columns[0]

@@ -57,7 +57,6 @@ class MicrobatchSet:
         batch.step = None
         return batch
 
-    def youngest_idle(self) -> DecodeRequest | None:
-        """The latest come request that is not in flight."""
-        idle = [request for batch in self._batches for request in batch.members if not request.in_flight]
-        return max(idle, key=lambda request: request.order, default=None)
+    def youngest(self) -> DecodeRequest:
+        """The latest come request; there must be one."""
+        return max((request for batch in self._batches for request in batch.members), key=lambda request: request.order)

@@ -139,14 +139,25 @@ class PageAllocator:
         heapq.heappush(self._free, page)
 
 
-def prefix_keys(token_ids: Sequence[int], page_size: int) -> list[PrefixKey]:
-    """One key per full page: a digest of all tokens up to the page's end, so that equal keys mean equal KV."""
+def prefix_keys(token_ids: Sequence[int], page_size: int, lookahead: int = 0) -> list[PrefixKey]:
+    """One key per full page: a digest of all tokens its KV depends on, so that equal keys mean equal KV.
+
+    Args:
+        lookahead: tokens behind a page that its KV depends on as well: 1 with a drafter, whose row takes the next
+            token too. A page whose lookahead goes past the end has no key.
+    """
     keys: list[PrefixKey] = []
     digest = hashlib.blake2b(digest_size=16)
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
-        digest.update(array("q", token_ids[start : start + page_size]).tobytes())
-        keys.append(digest.digest())
+    for end in range(page_size, len(token_ids) - lookahead + 1, page_size):
+        digest.update(_token_bytes(token_ids[end - page_size : end]))
+        ahead = digest.copy()
+        ahead.update(_token_bytes(token_ids[end : end + lookahead]))
+        keys.append(ahead.digest())
     return keys
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    return array("q", token_ids).tobytes()
 
 
 def num_pages_for(num_tokens: int, page_size: int) -> int:

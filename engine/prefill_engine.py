@@ -191,13 +191,14 @@ class PrefillScheduler:
         self._load = self._snapshot()
 
     def _fail(self, reason: str) -> None:
-        logger.error("the prefill engine failed: %s", reason)
+        """Ends everybody. A write whose answer is still out may land later."""
         self._failed = reason
         for job in list(self._jobs.values()):
-            job.deliver(PrefillFailed(PrefillFailure.INTERNAL, reason, drained=job.destination is None))
-        self._jobs.clear()
-        self._line.clear()
-        self._computing.clear()
+            self._forget(job)
+            drained = job.ledger.is_settled and job.ledger.drained
+            job.deliver(PrefillFailed(PrefillFailure.INTERNAL, reason, drained))
+        self._by_step.clear()
+        self._by_order.clear()
         self._load = self._snapshot()
 
     # --- arriving ----------------------------------------------------------------------------------------------
@@ -206,9 +207,21 @@ class PrefillScheduler:
         if self._failed is not None:
             job.deliver(PrefillFailed(PrefillFailure.INTERNAL, self._failed, drained=True))
             return
-        assert job.request.key not in self._jobs, f"{job.request.key} was submitted twice"
+        refusal = self._refusal(job)
+        if refusal is not None:
+            job.deliver(refusal)
+            return
         self._jobs[job.request.key] = job
         self._line.append(job)
+
+    def _refusal(self, job: PrefillJob) -> PrefillFailed | None:
+        if job.request.key in self._jobs:
+            reason = f"{job.request.key} was submitted already"
+            return PrefillFailed(PrefillFailure.INVALID_REQUEST, reason, drained=True)
+        if len(self._line) >= self._config.max_queued:
+            reason = f"{len(self._line)} requests are waiting already"
+            return PrefillFailed(PrefillFailure.OUT_OF_CAPACITY, reason, drained=True)
+        return None
 
     def _admit(self) -> None:
         """Gives waiting jobs pages and a slot, in order of arrival, as long as there are any."""
@@ -229,8 +242,9 @@ class PrefillScheduler:
         wanted = num_pages_for(job.prompt_len, page_size)
         shared = []
         if self._config.prefix_cache:
-            job.keys = prefix_keys(job.request.token_ids, page_size)
-            shared = self._pages.find(job.keys)[: self._reusable_pages(job)]
+            if not job.keys:
+                job.keys = prefix_keys(job.request.token_ids, page_size, int(self._config.tree.speculates))
+            shared = self._pages.find(job.keys)[: (job.prompt_len - 1) // page_size]  # one token must be computed
         self._pages.hold(shared)
         if wanted - len(shared) > self._pages.num_available:
             self._pages.release(shared)
@@ -238,16 +252,6 @@ class PrefillScheduler:
         job.pages = shared + self._pages.allocate(wanted - len(shared))
         job.planned = job.cached = len(shared) * page_size
         return True
-
-    def _reusable_pages(self, job: PrefillJob) -> int:
-        """Pages that may come from the cache: one token must be computed, and a drafter's last row of a page
-        depends on the token behind it, so that the last known page is computed again.
-        """
-        by_length = (job.prompt_len - 1) // self._config.page_size
-        if not self._config.tree.speculates:
-            return by_length
-        known = len(self._pages.find(job.keys))
-        return max(0, min(by_length, known - 1))
 
     def _direct(self, key: RequestKey, destination: Destination) -> None:
         job = self._jobs.get(key)
@@ -425,14 +429,18 @@ class PrefillScheduler:
         event = self._terminal_event(job)
         if event is None:
             return
+        self._forget(job)
+        job.deliver(event)
+
+    def _forget(self, job: PrefillJob) -> None:
+        """Gives back everything a job holds."""
         del self._jobs[job.request.key]
         if job in self._computing:
             self._computing.remove(job)
             self._slots.give_back(job.slot)
-            self._pages.release(job.pages)
+            self._pages.release(reversed(job.pages))  # a prefix is evicted from its end
         else:
             self._line.remove(job)
-        job.deliver(event)
 
     def _terminal_event(self, job: PrefillJob) -> PrefillEvent | None:
         if job.cancelled and job.ledger.drained:
@@ -451,7 +459,8 @@ class PrefillScheduler:
     def _origin(self, job: PrefillJob) -> TreeOrigin:
         if not self._config.tree.speculates:
             return TreeOrigin.NONE
-        return TreeOrigin.REAL if job.real_tree else TreeOrigin.ROOT_ONLY
+        is_real = job.tree is not None and job.tree.num_nodes > 1
+        return TreeOrigin.REAL if is_real else TreeOrigin.ROOT_ONLY
 
     # --- looking in --------------------------------------------------------------------------------------------
 

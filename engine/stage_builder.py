@@ -79,7 +79,7 @@ def captured_layers(config: EngineConfig, num_layers: int, stage: int) -> tuple[
     wanted = read_draft_head_config(Path(config.draft_head)).features_of(num_layers)
     layers = config.stage_layers(stage)
     lowest = 0 if stage == 0 else layers.start + 1
-    return tuple(sorted(layer for layer in wanted if lowest <= layer <= layers.stop))
+    return tuple(sorted({layer for layer in wanted if lowest <= layer <= layers.stop}))
 
 
 def _build_drafter(config: EngineConfig, checkpoint: Checkpoint, model: DenseModel) -> tuple[Drafter, KvPool]:

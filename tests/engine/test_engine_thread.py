@@ -53,7 +53,7 @@ class Owner:
 
 def test_commands_and_reports_are_handled_in_order() -> None:
     owner = Owner()
-    items = ["a", StepTokens(1, []), "b", StepResult(1, 0, []), *map(str, range(600))]
+    items: list[str | Report] = ["a", StepTokens(1, []), "b", StepResult(1, 0, []), *map(str, range(600))]
     for item in items:
         owner.thread.put(item)
     assert [owner.next() for _ in items] == items
@@ -74,7 +74,8 @@ def test_a_raising_handler_fails_the_engine_once() -> None:
     owner = Owner(beat_s=0.01)
     owner.thread.put("boom")
     assert owner.failures.get(timeout=WAIT_S) == "ValueError: boom"
-    for item in ("boom", StepTokens(2, []), StageFailed(1, "late"), StepResult(2, 0, []), "answered"):
+    late: list[str | Report] = ["boom", StepTokens(2, []), StageFailed(1, "late"), StepResult(2, 0, []), "answered"]
+    for item in late:
         owner.thread.put(item)
     assert owner.next() == "answered"
     assert owner.thread.stop(WAIT_S)

@@ -88,9 +88,12 @@ def test_two_processes_exchange_plans_with_hidden_states() -> None:
             torch.empty(0, 16),
             torch.randn(6, 4).t(),
         ]
-        sender = threading.Thread(
-            target=lambda: [downstream.send(plan(step, 5000 if step == 3 else 2), p) for step, p in enumerate(payloads)]
-        )
+
+        def send_all() -> None:
+            for step, payload in enumerate(payloads):
+                downstream.send(plan(step, 5000 if step == 3 else 2), payload)
+
+        sender = threading.Thread(target=send_all)
         sender.start()
         assert [echoed(star)[0].layout for _ in range(8)] == [b"x" * (1 << 20)] * 8
         for step, sent in enumerate(payloads):

@@ -131,7 +131,7 @@ class Call:
     """One request on its way through both engines; acts on events as the decode's service would."""
 
     def __init__(self, pair: "LocalPair", ask: Ask, request_id: str) -> None:
-        self._pair = pair
+        self.pair = pair
         self.ask = ask
         self._id = RequestId(request_id)
         self._attempt = -1
@@ -156,7 +156,7 @@ class Call:
         self._request = Request(
             self.key, ids, len(self.ask.token_ids), self.ask.sampling, self.ask.stopping(), self.ask.logprobs
         )
-        self._pair.prefill.submit(self._request, DECODE, self.ask.real_tree, self._deliver(self._attempt))
+        self.pair.prefill.submit(self._request, DECODE, self.ask.real_tree, self._deliver(self._attempt))
         self._leg_open = True
 
     def cancel(self) -> None:
@@ -165,12 +165,12 @@ class Call:
             return
         self.cancelling = True
         if self._pages is _Pages.RUNNING:
-            self._pair.decode.cancel(self.key)
+            self.pair.decode.cancel(self.key)
         else:
-            self._pair.prefill.cancel(self.key)
+            self.pair.prefill.cancel(self.key)
 
     def _deliver(self, attempt: int) -> Callable[[Event], None]:
-        return lambda event: self._pair.events.put((self, attempt, event))
+        return lambda event: self.pair.events.put((self, attempt, event))
 
     def take(self, attempt: int, event: Event) -> None:
         """Acts on an event of an engine."""
@@ -185,7 +185,7 @@ class Call:
                 self._reserve()
             case Reserved(destination) if self._pages is _Pages.IN_LINE:
                 self._pages = _Pages.EXPOSED
-                self._pair.prefill.set_destination(self.key, destination)
+                self.pair.prefill.set_destination(self.key, destination)
             case FirstToken(token):
                 self._first = token
                 self.answer.tokens.append(token)
@@ -206,11 +206,11 @@ class Call:
             return
         self._pages = _Pages.IN_LINE
         try:
-            self._pair.decode.reserve(self._request, self._deliver(self._attempt))
+            self.pair.decode.reserve(self._request, self._deliver(self._attempt))
         except GraftlineError as error:
             self._pages = _Pages.NONE
             self._failure = str(error)
-            self._pair.prefill.cancel(self.key)
+            self.pair.prefill.cancel(self.key)
 
     @property
     def _first_is_last(self) -> bool:
@@ -229,7 +229,7 @@ class Call:
         else:
             self._leg_open, self._pages = False, _Pages.RUNNING
             tree = finished.tree if self.ask.edit_tree is None else self.ask.edit_tree(finished.tree)
-            self._pair.decode.start(self.key, self._first, tree)
+            self.pair.decode.start(self.key, self._first, tree)
 
     def _close_leg(self, drained: bool) -> None:
         """The prefill is over without a handoff."""
@@ -237,12 +237,12 @@ class Call:
         if drained or self._pages is not _Pages.EXPOSED:
             self._release()
         else:
-            self._pair.decode.quarantine(self.key, PREFILL)
+            self.pair.decode.quarantine(self.key, PREFILL)
         self._end(End.CANCELLED if self.cancelling else End.FAILED, self._failure)
 
     def _release(self) -> None:
         if self._pages in (_Pages.IN_LINE, _Pages.EXPOSED):
-            self._pair.decode.release(self.key)
+            self.pair.decode.release(self.key)
         self._pages = _Pages.RETURNED
 
     def _end_decode(self, event: Event) -> None:
@@ -260,7 +260,7 @@ class Call:
                 self._end(End.CANCELLED, None)
             case DecodeFailed(reason) if self._leg_open:
                 self._failure, self._pages = reason, _Pages.RETURNED
-                self._pair.prefill.cancel(self.key)
+                self.pair.prefill.cancel(self.key)
             case DecodeFailed(reason):
                 self._end(End.FAILED, reason)
             case _:
@@ -327,13 +327,17 @@ class LocalPair:
 
     def assert_quiescent(self, timeout_s: float = 20.0) -> None:
         """Waits until both engines say that nothing is held, then checks it (contract 9)."""
-        deadline = time.monotonic() + timeout_s
-        while not (_is_idle(self.prefill.load()) and _is_idle(self.decode.load())):
-            assert time.monotonic() < deadline, f"still busy: {self.prefill.load()}, {self.decode.load()}"
-            time.sleep(0.002)
+        self.await_load(lambda: _is_idle(self.prefill.load()) and _is_idle(self.decode.load()), timeout_s)
         assert self.events.empty(), "events after the end"
         self.prefill.check_quiescent()
         self.decode.check_quiescent()
+
+    def await_load(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Until load snapshots, which announce nothing, show what is awaited."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"still busy: {self.prefill.load()}, {self.decode.load()}"
+            time.sleep(0.002)
 
 
 def _is_idle(load: EngineLoad) -> bool:
