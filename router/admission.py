@@ -1,16 +1,47 @@
 """How many requests may be open, and which labels they carry."""
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavailableError
 
 
+class RateLimit:
+    """A token bucket: `per_s` a second, and as many (at least one) at once.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._burst = max(1.0, per_s)
+        self._clock = clock
+        self._tokens = self._burst
+        self._filled_at = clock()
+
+    def take(self) -> None:
+        """Takes one.
+
+        Raises:
+            OutOfCapacityError: there is none; the hint says when there will be.
+        """
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._per_s)
+        self._filled_at = now
+        if self._tokens < 1:
+            wait_s = (1 - self._tokens) / self._per_s
+            raise OutOfCapacityError(f"more than {self._per_s:g} requests a second", retry_after_s=wait_s)
+        self._tokens -= 1
+
+
 class Admission:
     """Counts open requests; every admitted one leaves on the same path, whatever ends it."""
 
-    def __init__(self, max_open: int, retry_after_s: float) -> None:
+    def __init__(self, max_open: int, retry_after_s: float, rate: RateLimit | None = None) -> None:
+        self._rate = rate
         self._max_open = max_open
         self._retry_after_s = retry_after_s
         self._labels: set[str] = set()
@@ -34,7 +65,7 @@ class Admission:
 
         Raises:
             PeerUnavailableError: this router is about to stop.
-            OutOfCapacityError: too many requests are open.
+            OutOfCapacityError: too many requests are open, or came within a second.
             InvalidRequestError: the label belongs to an open request.
         """
         if self.is_draining:
@@ -45,6 +76,8 @@ class Admission:
             )
         if label and label in self._labels:
             raise InvalidRequestError("request_id", f"{label!r} is the id of a request that is still open")
+        if self._rate is not None:
+            self._rate.take()
         self.num_open += 1
         self._idle.clear()
         if label:

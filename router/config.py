@@ -33,7 +33,9 @@ class HealthConfig:
 
     Attributes:
         watch_interval_s: asked of workers between two load messages.
-        hang_timeout_s: no message, or no progress with work at hand, for this long means hung.
+        hang_timeout_s: no message for this long means hung.
+        stall_timeout_s: messages, but no progress with work at hand, for this long means hung too. Longer: a step on
+            a slow or crowded machine may take seconds, and workers watch their own stages.
         connect_timeout_s: for Describe and the first Watch message.
         reconnect_max_s: longest pause between two attempts to reach a worker.
         breaker_failures: consecutive failed requests that open a worker's breaker.
@@ -41,7 +43,8 @@ class HealthConfig:
     """
 
     watch_interval_s: float = 0.5
-    hang_timeout_s: float = 3.0
+    hang_timeout_s: float = 2.5
+    stall_timeout_s: float = 10.0
     connect_timeout_s: float = 3.0
     reconnect_max_s: float = 1.0
     breaker_failures: int = 5
@@ -56,6 +59,7 @@ class RequestConfig:
     Attributes:
         max_open_requests: more are refused with RESOURCE_EXHAUSTED.
         retry_after_s: the hint that goes with it.
+        max_requests_per_s: admitted over time, bursts of one second's worth included; None: no limit.
         default_max_tokens: output tokens when the client names none; None: all that the context leaves.
         max_attempts: tries of one choice that may fail before the client hears of it.
         max_preemptions: times a decode may push a choice out before that counts as failure.
@@ -68,6 +72,7 @@ class RequestConfig:
 
     max_open_requests: int = 8192
     retry_after_s: float = 1.0
+    max_requests_per_s: float | None = None
     default_max_tokens: int | None = None
     max_attempts: int = 4
     max_preemptions: int = 64
@@ -116,7 +121,10 @@ class RouterConfig:
         for name in ("max_open_requests", "max_attempts", "max_unread_tokens"):
             if getattr(self.requests, name) < 1:
                 raise InvalidRequestError(f"requests.{name}", f"{getattr(self.requests, name)} is not at least 1")
-        for name in ("watch_interval_s", "hang_timeout_s", "connect_timeout_s"):
+        rate = self.requests.max_requests_per_s
+        if rate is not None and not rate > 0:
+            raise InvalidRequestError("requests.max_requests_per_s", f"{rate} is not positive")
+        for name in ("watch_interval_s", "hang_timeout_s", "stall_timeout_s", "connect_timeout_s"):
             if getattr(self.health, name) <= 0:
                 raise InvalidRequestError(f"health.{name}", f"{getattr(self.health, name)} is not positive")
         if self.health.hang_timeout_s <= self.health.watch_interval_s:

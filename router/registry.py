@@ -229,7 +229,7 @@ class Registry:
         stalled_s = worker.stalled_for_s()
         if message.state == WorkerState.WORKER_STATE_FAILED:
             self._lose(worker, "it failed")
-        elif stalled_s > self._health.hang_timeout_s:
+        elif stalled_s > self._health.stall_timeout_s:
             self._lose(worker, f"hung: no progress for {stalled_s:.1f} s with {message.running} running")
         elif worker in self._retired:
             worker.refuses_new("no longer listed")
@@ -241,7 +241,8 @@ class Registry:
 
     def _lose(self, worker: Worker, reason: str) -> None:
         if worker.reason != reason:
-            logger.warning("%s %s is lost: %s", worker.role.leg.value, worker.address, reason)
+            # Quoted: the reason may be a peer's own words.
+            logger.warning("%s %s is lost: %r", worker.role.leg.value, worker.address, reason)
             self._metrics.counter(WORKER_LOST).labels(worker.role.leg.value, worker.address).inc()
         worker.lost(reason)
         self._announce(worker)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from graftline.metrics import Metrics, ProcessRole
 from graftline.proto.server import RpcServer
 from graftline.proto.v1.router_pb2_grpc import add_RouterServiceServicer_to_server
-from graftline.router.admission import Admission
+from graftline.router.admission import Admission, RateLimit
 from graftline.router.choice import Fleet
 from graftline.router.config import RouterConfig
 from graftline.router.generation import Generator
@@ -82,7 +82,10 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
             discovery_interval_s=config.discovery_interval_s,
             forget=pairing.forget,
         )
-        admission = Admission(config.requests.max_open_requests, config.requests.retry_after_s)
+        rate = config.requests.max_requests_per_s
+        admission = Admission(
+            config.requests.max_open_requests, config.requests.retry_after_s, None if rate is None else RateLimit(rate)
+        )
         fleet = Fleet(registry, pairing, config.worker_access.metadata, config.requests)
         generator = Generator(fleet, admission, executor, metrics)
         rpc = RpcServer(config.listen, advertise=config.advertise, tls=config.tls, tokens=config.tokens)

@@ -17,7 +17,7 @@ from graftline.proto.status import Leg
 from graftline.proto.v1.common_pb2 import SpeculationStats, TreeOrigin, WorkerIdentity
 from graftline.proto.v1.router_pb2 import GenerateFinish
 from graftline.proto.v1.worker_pb2 import Limits, WatchResponse
-from graftline.router.admission import Admission
+from graftline.router.admission import Admission, RateLimit
 from graftline.router.breaker import Breaker
 from graftline.router.config import PolicyName
 from graftline.router.figures import SpeculationFigures
@@ -245,6 +245,21 @@ async def test_admission_is_bounded_and_labels_are_unique() -> None:
         pass
     admission.is_draining = True
     with pytest.raises(PeerUnavailableError), admission.admit("d"):
+        pass
+    assert admission.num_open == 0
+
+
+async def test_admission_over_time_is_bounded_with_an_exact_hint() -> None:
+    clock = Clock()
+    admission = Admission(100, 1, RateLimit(4.0, clock))
+    for _ in range(4):
+        with admission.admit(""):
+            pass
+    with pytest.raises(OutOfCapacityError) as caught, admission.admit("x"):
+        pass
+    assert caught.value.retry_after_s == pytest.approx(0.25)
+    clock.now_s += 0.25
+    with admission.admit("x"):
         pass
     assert admission.num_open == 0
 

@@ -15,7 +15,9 @@ from graftline.proto.v1.router_pb2_grpc import RouterServiceStub
 from graftline.router.config import HealthConfig, RequestConfig, RouterConfig, WorkerLists
 from graftline.router.server import Router, running_router
 
-QUICK_HEALTH = HealthConfig(watch_interval_s=0.05, hang_timeout_s=0.5, connect_timeout_s=0.5, reconnect_max_s=0.1)
+QUICK_HEALTH = HealthConfig(
+    watch_interval_s=0.05, hang_timeout_s=0.5, stall_timeout_s=0.5, connect_timeout_s=0.5, reconnect_max_s=0.1
+)
 QUICK_REQUESTS = RequestConfig(pair_wait_s=0.3, resume_wait_s=3.0)
 
 
