@@ -23,12 +23,15 @@ class TransferConfig:
 
     Attributes:
         host: the name or address under which peers reach this host's transfer ports; never a wildcard.
-        write_timeout_s: a write that is not acknowledged after this long has failed.
+        stall_timeout_s: a write without any progress for this long has failed.
+        order_timeout_s: an order whose last byte is not acknowledged so long after it was given has failed. Must stay
+            below the quarantine of the decodes, so that no write of a forgotten order can meet a reused page.
     """
 
     transport: TransportName = TransportName.MOONCAKE
     host: str = "127.0.0.1"
-    write_timeout_s: float = 10.0
+    stall_timeout_s: float = 10.0
+    order_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """A stage's transfer port: the engine's orders become checked one-sided writes of a transport.
 
-Every peer has a queue and a thread of its own, so that a peer that stalls delays nobody else.
+An order for pages becomes one job for every stage of the peer that owns some of them; the jobs run beside each
+other, and their outcomes are reported as one.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.plan import SendDone, SendOrder
 from graftline.engine.transfer_port import StagePools
-from graftline.errors import GraftlineError, InvalidRequestError, TransferFailedError
+from graftline.errors import GraftlineError, InvalidRequestError
 from graftline.kv_transfer.copy_plan import CopyPlanner
 from graftline.kv_transfer.in_process import InProcessHub
 from graftline.kv_transfer.layout import BufferKey, BufferKind, BufferLayout, StageLayout, WorkerLayout
 from graftline.kv_transfer.mooncake_engine import MooncakeConfig
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
+from graftline.kv_transfer.transfer_job import Gather, TransferJob, TransferOutcome
+from graftline.kv_transfer.transfer_worker import TransferWorker
 from graftline.kv_transfer.transport import Transport
 from graftline.worker.config import TransferConfig, TransportName
 from graftline.worker.facts import decode_peer
@@ -27,114 +29,25 @@ logger = logging.getLogger(__name__)
 
 TARGET_KINDS = frozenset({BufferKind.K, BufferKind.V})
 DRAFT_KINDS = frozenset({BufferKind.DRAFT_K, BufferKind.DRAFT_V})
-_READY_POLL_S = 0.2
-_SPIN_GUARD_S = 0.001
 _JOIN_S = 5.0
 
 
-@dataclass(slots=True)
-class _Entry:
-    """An order in a peer's queue."""
-
-    order: SendOrder
-    ready: Callable[[float], bool]
-    done: Callable[[SendDone], None]
-    cancelled: bool = False
-
-
-class PeerWriter:
-    """Writes to one peer, order by order, in a thread of its own."""
-
-    def __init__(self, stage: int, planner: CopyPlanner, transport: Transport, write_timeout_s: float) -> None:
-        self.planner = planner
-        self._stage = stage
-        self._transport = transport
-        self._write_timeout_s = write_timeout_s
-        self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self._waiting: list[_Entry] = []
-        self._lock = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"stage-{stage}-writer", daemon=True)
-        self._thread.start()
-
-    def put(self, entry: _Entry) -> None:
-        """Queues an order; answers it at once when the writer is closed."""
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._waiting.append(entry)
-                self._entries.put(entry)
-        if closed:
-            entry.done(self._failed(entry, "the peer was forgotten"))
-
-    def cancel(self, owner: str) -> None:
-        """Orders of that owner that have not begun are answered without being done."""
-        with self._lock:
-            for entry in self._waiting:
-                entry.cancelled |= entry.order.owner == owner
-
-    def close(self) -> None:
-        """Answers what is queued and ends the thread after the write under way."""
-        with self._lock:
-            self._closed = True
-            for entry in self._waiting:
-                entry.cancelled = True
-            self._entries.put(None)
-
-    def join(self, timeout_s: float) -> None:
-        """Waits for the thread, after `close`."""
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while (entry := self._entries.get()) is not None:
-            answer = self._handle(entry)
-            with self._lock:
-                self._waiting.remove(entry)
-            entry.done(answer)
-
-    def _handle(self, entry: _Entry) -> SendDone:
-        while not entry.cancelled and not entry.ready(_READY_POLL_S):
-            # A stage that ended answers at once, and cancels soon after.
-            time.sleep(_SPIN_GUARD_S)
-        if entry.cancelled:
-            return self._failed(entry, "cancelled")
-        try:
-            return self._write(entry.order)
-        except TransferFailedError as error:
-            return self._failed(entry, str(error), drained=error.drained)
-        except GraftlineError as error:
-            return self._failed(entry, str(error))
-        except Exception as error:
-            logger.exception("a write failed unexpectedly")
-            return self._failed(entry, f"{type(error).__name__}: {error}", drained=False)
-
-    def _write(self, order: SendOrder) -> SendDone:
-        begin_s = time.monotonic()
-        by_session = self.planner.plan(DRAFT_KINDS if order.drafter else TARGET_KINDS, order.pages)
-        num_bytes = 0
-        for number, (session_id, copies) in enumerate(by_session.items()):
-            try:
-                self._transport.write(session_id, copies, time.monotonic() + self._write_timeout_s)
-            except TransferFailedError as error:
-                # What earlier sessions took was acknowledged, so only this one's bytes can be late.
-                raise TransferFailedError(f"session {number + 1}: {error}", drained=error.drained) from error
-            num_bytes += sum(copy.num_bytes for copy in copies)
-        return SendDone(order.order, self._stage, num_bytes, time.monotonic() - begin_s)
-
-    def _failed(self, entry: _Entry, reason: str, *, drained: bool = True) -> SendDone:
-        return SendDone(entry.order.order, self._stage, 0, 0.0, error=reason, drained=drained)
-
-
 class StagePort:
-    """See `graftline.engine.transfer_port.TransferPort`."""
+    """See `graftline.engine.transfer_port.TransferPort`.
 
-    def __init__(self, stage: int, transport: Transport, write_timeout_s: float, on_close: Callable[[], None]) -> None:
+    Args:
+        order_timeout_s: an order that is not acknowledged so long after it was given has failed, and nothing of it
+            is written later: an order outlives no quarantine, even if this process was stopped in between.
+    """
+
+    def __init__(self, stage: int, transport: Transport, order_timeout_s: float, on_close: Callable[[], None]) -> None:
         self._stage = stage
         self._transport = transport
-        self._write_timeout_s = write_timeout_s
+        self._worker = TransferWorker(transport)
+        self._order_timeout_s = order_timeout_s
         self._on_close = on_close
         self._layout: StageLayout | None = None
-        self._writers: dict[str, PeerWriter] = {}
+        self._planners: dict[str, CopyPlanner] = {}
         self._lock = threading.Lock()
 
     def open(self, pools: StagePools) -> bytes:
@@ -153,48 +66,59 @@ class StagePort:
         """Learns where a peer's pools lie. The service has checked that they match."""
         assert self._layout is not None, "opened before"
         planner = CopyPlanner(self._layout, WorkerLayout.from_proto(decode_peer(layout)))
-        writer = PeerWriter(self._stage, planner, self._transport, self._write_timeout_s)
         with self._lock:
-            old = self._writers.get(peer)
-            self._writers[peer] = writer
-        if old is not None:
-            old.close()
+            self._planners[peer] = planner
 
     def forget(self, peer: str) -> None:
         """Drops a peer and what is queued for it."""
         with self._lock:
-            writer = self._writers.pop(peer, None)
-        if writer is not None:
-            writer.close()
-            for session_id in writer.planner.session_ids:
-                self._transport.forget(session_id)
+            planner = self._planners.pop(peer, None)
+        if planner is not None:
+            for session_id in planner.session_ids:
+                self._worker.forget_peer(session_id)
 
     def send(self, order: SendOrder, ready: Callable[[float], bool], done: Callable[[SendDone], None]) -> None:
         """Queues an order."""
         with self._lock:
-            writer = self._writers.get(order.peer)
-        if writer is None:
-            done(SendDone(order.order, self._stage, 0, 0.0, error=f"{order.peer} is not paired", drained=True))
-        else:
-            writer.put(_Entry(order, ready, done))
+            planner = self._planners.get(order.peer)
+        try:
+            if planner is None:
+                raise InvalidRequestError("peer", f"{order.peer} is not paired")
+            by_session = planner.plan(DRAFT_KINDS if order.drafter else TARGET_KINDS, order.pages)
+            gather = Gather(len(by_session), lambda outcome: done(self._answer(order, outcome)))
+            deadline_s = time.monotonic() + self._order_timeout_s
+            self._worker.submit(
+                *(
+                    TransferJob(order.owner, session_id, copies, deadline_s, gather, ready)
+                    for session_id, copies in by_session.items()
+                )
+            )
+        except GraftlineError as error:
+            done(self._answer(order, TransferOutcome(error, drained=True)))
 
     def cancel(self, owner: str) -> None:
         """Drops what an owner has queued."""
-        with self._lock:
-            writers = list(self._writers.values())
-        for writer in writers:
-            writer.cancel(owner)
+        self._worker.cancel(owner, _nobody_waits)
 
     def close(self) -> None:
         """Answers what is queued, waits (bounded) for the writes under way, lets go of the transport."""
-        with self._lock:
-            writers = list(self._writers.values())
-            self._writers.clear()
-        for writer in writers:
-            writer.close()
-        for writer in writers:
-            writer.join(_JOIN_S)
+        if not self._worker.close(_JOIN_S):
+            logger.warning("stage %d: writes are still under way after %.0f s", self._stage, _JOIN_S)
         self._on_close()
+
+    def _answer(self, order: SendOrder, outcome: TransferOutcome) -> SendDone:
+        return SendDone(
+            order.order,
+            self._stage,
+            outcome.num_bytes,
+            outcome.seconds,
+            error="" if outcome.error is None else str(outcome.error) or type(outcome.error).__name__,
+            drained=outcome.drained,
+        )
+
+
+def _nobody_waits(drained: bool) -> None:
+    """The end of an owner's jobs reaches the engine as the answers of its orders."""
 
 
 @dataclass(slots=True)
@@ -222,11 +146,11 @@ class PortFactory:
             if self._transport is None:
                 self._transport = self._start()
             self._num_open += 1
-            return StagePort(stage, self._transport, self.config.write_timeout_s, self._on_port_closed)
+            return StagePort(stage, self._transport, self.config.order_timeout_s, self._on_port_closed)
 
     def _start(self) -> Transport:
         if self.config.transport is TransportName.MOONCAKE:
-            stall_s = max(1, round(self.config.write_timeout_s))
+            stall_s = max(1, round(self.config.stall_timeout_s))
             return MooncakeTransport(MooncakeConfig(host=self.config.host, stall_timeout_s=stall_s))
         if self.hub is None:
             raise InvalidRequestError("transport", "in-process transfers need all workers in one process")
