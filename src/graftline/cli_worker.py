@@ -15,12 +15,14 @@ from graftline import cli_options as shared
 from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.worker.config import TransferConfig, TransportName, WorkerConfig
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
-from graftline.worker.process import die_with_launcher, set_up_logging
+from graftline.worker.process import die_with_launcher, end_process, set_up_logging
 
 app = typer.Typer()
 
 _MODEL, _TREES, _PIPELINE, _MEMORY, _TESTS = "Model", "Draft trees", "Pipeline", "Memory and batches", "For tests"
 _NETWORK = "Network"
+# What waits for the transport's last word waits a little longer than the transport does.
+_BEYOND_TRANSPORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ WORKER_OPTIONS = (
     Option("metrics_listen", str, "host:port of Prometheus metrics; empty: none.", _NETWORK, default=""),
     Option("transport", TransportName, "How KV moves.", _NETWORK, default=TransportName.MOONCAKE),
     Option("transfer_host", str, "Host or address of this machine's transfer ports.", _NETWORK, default="127.0.0.1"),
-    Option("write_timeout_s", float, "A write unacknowledged for so long has failed.", _NETWORK, 1, default=10.0),
+    Option("stall_timeout_s", float, "A write without progress for so long has failed.", _NETWORK, 1, default=10.0),
+    Option("order_timeout_s", float, "The last byte of a write must arrive by then.", _NETWORK, 1, default=30.0),
     Option("start_timeout_s", float, "Seconds for all stages to be ready.", _NETWORK, 1, default=300.0),
     Option("stop_timeout_s", float, "Seconds for stages and writes to end.", _NETWORK, 0.1, default=15.0),
     Option("peer_silence_s", float, "Silence after which a decode gives its prefill up.", _NETWORK, 0.1, default=2.5),
@@ -115,7 +118,7 @@ def prefill(**given: Any) -> None:
     from graftline.worker.main import run_worker
 
     config = PrefillConfig(engine, worker)
-    raise typer.Exit(run_worker(lambda: running_prefill(config)))
+    end_process(run_worker(lambda: running_prefill(config)))
 
 
 def decode(**given: Any) -> None:
@@ -128,11 +131,11 @@ def decode(**given: Any) -> None:
     service = ServiceSettings(
         pair_timeout_s=given["peer_silence_s"],
         peer_silence_s=given["peer_silence_s"],
-        drain_timeout_s=4 * given["write_timeout_s"],
+        drain_timeout_s=given["order_timeout_s"] + _BEYOND_TRANSPORT_S,
         real_tree=given["initial_tree"] is InitialTree.REAL,
     )
     config = DecodeConfig(engine, worker, service)
-    raise typer.Exit(run_worker(lambda: running_decode(config)))
+    end_process(run_worker(lambda: running_decode(config)))
 
 
 def plan(role: Annotated[Role, typer.Argument(help="prefill or decode.")], **given: Any) -> None:
@@ -170,7 +173,12 @@ def worker_config(given: dict[str, Any]) -> WorkerConfig:
         listen=given["listen"],
         advertise=given["advertise"],
         metrics_listen=given["metrics_listen"] or None,
-        transfer=TransferConfig(given["transport"], given["transfer_host"], given["write_timeout_s"]),
+        transfer=TransferConfig(
+            transport=given["transport"],
+            host=given["transfer_host"],
+            stall_timeout_s=given["stall_timeout_s"],
+            order_timeout_s=given["order_timeout_s"],
+        ),
         tls=shared.server_tls(given["tls_certificate"], given["tls_key"], given["tls_ca"]),
         tokens=shared.tokens(given["token"]),
         peer_access=shared.access(given["token"], given["tls_certificate"], given["tls_key"], given["tls_ca"]),
@@ -189,5 +197,5 @@ def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfi
         from graftline.engine.stage_process import run_stage
         from graftline.worker.transfer import PortFactory
 
-        raise typer.Exit(run_stage(engine, PortFactory(worker.transfer)))
+        end_process(run_stage(engine, PortFactory(worker.transfer)))
     return engine, worker

@@ -1,14 +1,14 @@
 """`python -m graftline.worker.stage_main`: the process of a stage behind the first."""
 
 import os
-import sys
+from typing import NoReturn
 
 import msgspec
 
 from graftline.engine.pipeline import StageCommand
 from graftline.engine.stage_process import config_from_environment, run_stage
 from graftline.worker.config import TransferConfig
-from graftline.worker.process import die_with_parent, set_up_logging
+from graftline.worker.process import die_with_parent, end_process, set_up_logging
 from graftline.worker.transfer import PortFactory
 
 TRANSFER_CONFIG_VARIABLE = "GRAFTLINE_TRANSFER_CONFIG"
@@ -24,13 +24,14 @@ def transfer_config_from_environment() -> TransferConfig:
     return msgspec.json.decode(os.environ[TRANSFER_CONFIG_VARIABLE], type=TransferConfig)
 
 
-def main() -> int:
-    """Runs the stage; the exit status."""
+def main() -> NoReturn:
+    """Runs the stage."""
     if os.environ.get("GRAFTLINE_SPAWNED"):
         die_with_parent()
     set_up_logging(f"stage {os.environ.get('RANK', '?')}")
-    return run_stage(config_from_environment(), PortFactory(transfer_config_from_environment()))
+    status = run_stage(config_from_environment(), PortFactory(transfer_config_from_environment()))
+    end_process(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
