@@ -1,5 +1,6 @@
 """How a measurement shows itself on a terminal: progress while it runs, tables when it is over."""
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -59,8 +60,10 @@ class ProgressWatcher(Watcher):
 def show(console: Console, result: BenchResult) -> None:
     """Prints the tables of a result."""
     for load in dict.fromkeys(summary.load for summary in result.summaries):
-        rows = [summary_cells(summary) for summary in result.summaries if summary.load == load]
-        console.print(_table(load, summary_headings(), rows))
+        # A row per figure: terminals are narrow, and variants are few.
+        columns = [summary_headings(), *(summary_cells(entry) for entry in result.summaries if entry.load == load)]
+        headings, *rows = ([*cells] for cells in zip(*columns, strict=True))
+        console.print(_table(load, headings, [row for row in rows if set(row[1:]) != {"-"}]))
         if found := [ratio for ratio in result.ratios if ratio.load == load]:
             rows = [ratio_cells(ratio) for ratio in found]
             console.print(_table(f"{load}, ratios against {found[0].base}", RATIO_HEADINGS, rows))
@@ -73,7 +76,7 @@ def show(console: Console, result: BenchResult) -> None:
         console.print(escape(line), style="red")
 
 
-def _table(title: str, headings: tuple[str, ...] | list[str], rows: list[list[str]]) -> Table:
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for position, heading in enumerate(headings):
         table.add_column(heading, justify="right" if position else "left")
