@@ -3,10 +3,8 @@
 
 #include <omp.h>
 
+#include "barrier.h"
 #include "parts.h"
-
-// Orphaned on purpose: it binds to the region of the caller, and does nothing on one thread outside of any.
-#define BARRIER() _Pragma("omp barrier")
 
 typedef struct {
     const float *input_norm, *q_norm, *k_norm, *post_norm;  // q_norm and k_norm: both or neither
@@ -29,6 +27,7 @@ typedef struct {
     float *gate_up;          // [rows, 2 * inter]
     float *gated;            // [rows, inter]
     float *const *captures;  // [num_layers]: where the residual stream after a layer goes, or NULL
+    Barrier *barrier;
 } Buffers;
 
 typedef struct {
@@ -88,7 +87,7 @@ static void gated_part(const Layers *m, const Layer *layer, const Buffers *b, id
         columns.last *= PANEL;
     } else {
         linear_part(layer->gate_up, b->normed, m->hidden, b->gate_up, 2 * inter, rows, thread, num_threads);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         share(inter, thread, num_threads, &columns.first, &columns.last);
     }
     for (idx r = 0; r < rows; r++) {
@@ -106,28 +105,30 @@ static void decoder_layers_part(const Layers *m, const Pages *pages, const Batch
     for (idx l = 0; l < m->num_layers; l++) {
         const Layer *layer = &m->layers[l];
         norm_stream(m, b, own, layer->input_norm);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         linear_part(layer->qkv, b->normed, m->hidden, b->qkv, q.stride, rows, thread, num_threads);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         place_rows(m, layer, batch, &pages[l], b, own);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         attention_part(batch, &pages[l], q, attended, m->heads, m->scale, thread, num_threads);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         linear_part(layer->output, b->attended, q_size, b->added, m->hidden, rows, thread, num_threads);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         add_to_stream(m, b, own, NULL);
         norm_stream(m, b, own, layer->post_norm);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         gated_part(m, layer, b, rows, thread, num_threads);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         linear_part(layer->down, b->gated, m->inter, b->added, m->hidden, rows, thread, num_threads);
-        BARRIER();
+        barrier_wait(b->barrier, num_threads);
         add_to_stream(m, b, own, b->captures[l]);
     }
 }
 
 void gl_decoder_layers(const Layers *m, const Pages *pages, const Batch *batch, float *hidden, float *scratch,
                        float *const *captures, int wanted) {
-    const Buffers buffers = slice_scratch(m, batch->num_rows, hidden, scratch, captures);
+    Barrier barrier = {0};
+    Buffers buffers = slice_scratch(m, batch->num_rows, hidden, scratch, captures);
+    buffers.barrier = &barrier;
     IN_PARALLEL(wanted, decoder_layers_part(m, pages, batch, &buffers, thread, num_threads));
 }
