@@ -13,9 +13,12 @@ from graftline.proto.channel import Access, open_channel
 from graftline.proto.v1 import worker_pb2
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
 from graftline.router.config import PolicyName, RequestConfig, RouterConfig, WorkerLists
-from graftline.worker.process import announce_ready, die_with_launcher, set_up_logging, stop_signals
+from graftline.worker.process import announce_ready, die_with_launcher, is_launched, set_up_logging, stop_signals
 
 app = typer.Typer()
+
+# For the workers that a launcher started before its router.
+PAIR_TIMEOUT_S = 60.0
 
 Workers = Annotated[list[str] | None, typer.Option(help="host:port, or dns:host:port for every address of a name.")]
 
@@ -75,6 +78,8 @@ async def _serve(config: RouterConfig) -> None:
 
     with stop_signals() as stop:
         async with running_router(config) as running:
+            if is_launched():
+                await running.wait_until_usable(PAIR_TIMEOUT_S)
             announce_ready(address=running.address, http=running.http_address)
             await stop.wait()
 

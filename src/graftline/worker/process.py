@@ -89,6 +89,11 @@ def stop_signals() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
+def is_launched() -> bool:
+    """Whether a launcher waits for `announce_ready`."""
+    return READY_FD_VARIABLE in os.environ
+
+
 def announce_ready(**facts: str | None) -> None:
     """Tells the launcher, if there is one, under which addresses this process can be reached."""
     descriptor = os.environ.pop(READY_FD_VARIABLE, None)
