@@ -40,7 +40,8 @@ from graftline.router.policy import Demand
 from graftline.router.registry import Registry
 from graftline.router.transcript import Delta, Ending, Transcript
 
-RETRY_PAUSE_S = 0.05
+# The pauses of all attempts together outlast the longest reconnecting pause of a channel between two workers.
+RETRY_PAUSE_S = 0.1
 RETRY_PAUSE_MAX_S = 1.0
 # Breakers close by the clock, which nobody announces.
 PAIR_POLL_S = 0.1

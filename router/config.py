@@ -74,7 +74,7 @@ class RequestConfig:
     retry_after_s: float = 1.0
     max_requests_per_s: float | None = None
     default_max_tokens: int | None = None
-    max_attempts: int = 4
+    max_attempts: int = 5
     max_preemptions: int = 64
     pair_wait_s: float = 2.0
     resume_wait_s: float = 30.0
