@@ -6,11 +6,15 @@ come from a thread of the engine's own, as with a real one.
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from graftline.engine.models.card import ModelCardData
+from graftline.engine.plan import StageAlive
 from graftline.engine.request import DraftTree, FinishReason, PageId, Request, RequestKey, SlotId, Token, TreeOrigin
 from graftline.engine.service_api import (
     DecodeCancelled,
@@ -33,7 +37,9 @@ from graftline.engine.service_api import (
     SpeculationCounts,
     Tokens,
 )
+from graftline.engine.worker_engine import WorkerFacts
 from graftline.errors import GraftlineError
+from graftline.proto.v1 import common_pb2
 
 VOCAB_SIZE = 512
 WAIT_S = 10.0
@@ -95,6 +101,7 @@ class FakePrefillEngine:
         self.cancels: list[RequestKey] = []
         self.finished = 0
         self.failed: str | None = None
+        self.paired: dict[str, bytes] = {}
         self._thread = ThreadPoolExecutor(1)
 
     def submit(
@@ -118,6 +125,12 @@ class FakePrefillEngine:
     def let_go(self, point: str) -> None:
         self.points.drop(point)
         self._do(lambda: [self._resume(job) for job in tuple(self.jobs.values())])
+
+    def pair(self, peer: str, layout: bytes) -> None:
+        self.paired[peer] = layout
+
+    def forget(self, peer: str) -> None:
+        self.paired.pop(peer)
 
     def inject(self, key: RequestKey, event: PrefillEvent) -> None:
         """Delivers an event that the engine has no business to deliver."""
@@ -373,3 +386,53 @@ def load_of(
 
 def failure(code: PrefillFailure, *, drained: bool, reason: str = "injected") -> PrefillFailed:
     return PrefillFailed(code, reason, drained)
+
+
+@dataclass
+class FakeTotals:
+    """Both roles' counters."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    sent_bytes: int = 0
+    send_s: float = 0.0
+    sends: int = 0
+    failed_sends: int = 0
+    rounds: int = 0
+    request_rounds: int = 0
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    first_rounds: int = 0
+    first_round_drafted: int = 0
+    first_round_accepted: int = 0
+    preemptions: int = 0
+
+
+class FakeWorkerEngine:
+    """A whole engine around a scripted scheduler, as a worker's server wants it."""
+
+    def __init__(self, scheduler: "FakePrefillEngine | FakeDecodeEngine") -> None:
+        self.scheduler: Any = scheduler
+        scheduler.totals = FakeTotals()  # type: ignore[union-attr]
+        card = ModelCardData("fake", b"{}", "", -1, (2,), 128, VOCAB_SIZE, {"eos_token": "</s>"})
+        self.facts = WorkerFacts(card, 128, {"model_hash": "abc"}, 1)
+        self.hung = False
+        self.stopped = False
+        buffer = common_pb2.BufferLayout(
+            kind="k", layer=0, dtype="float32", base_address=4096, unit_bytes=64, unit_stride_bytes=64, num_units=8
+        )
+        layout = common_pb2.StageLayout(stage=0, session_id="fake:1", buffers=[buffer])
+        self.layouts = [layout.SerializeToString()]
+
+    def load(self) -> EngineLoad:
+        taken_s = 1.0 if self.hung else time.monotonic()
+        return replace(self.scheduler.load(), taken_s=taken_s)
+
+    def stage_load(self) -> list[StageAlive]:
+        return [StageAlive(0, 1, 2.5, 7)]
+
+    def stop(self, timeout_s: float) -> None:
+        self.stopped = True
+        self.scheduler.close()
