@@ -209,7 +209,7 @@ class DecodeJob:
 
 @dataclass
 class FakeDecodeEngine:
-    """Points: line (before Reserved), running (before each round); at "reserve" arrivals are seen.
+    """Points: line (before Reserved), running (before each round); at "reserve" and "cancelled" arrivals are seen.
 
     Attributes:
         preempt_after: rounds of one attempt after which its pages are taken.
@@ -361,6 +361,7 @@ class FakeDecodeEngine:
 
     def _cancel(self, key: RequestKey) -> None:
         job = self.jobs.get(key)
+        self.points.holds("cancelled")
         if job is not None and job.running:
             self._end(job, DecodeCancelled())
 

@@ -12,6 +12,7 @@ from fake_engines import VOCAB_SIZE, FakeDecodeEngine, FakePrefillEngine, token_
 from graftline.decode_server.peers import PrefillPeers
 from graftline.decode_server.service import DecodeService
 from graftline.decode_server.settings import ServiceSettings as DecodeSettings
+from graftline.decode_server.tasks import Tasks
 from graftline.metrics import Metrics, ProcessRole
 from graftline.prefill_server.service import PrefillService
 from graftline.prefill_server.settings import ServiceSettings as PrefillSettings
@@ -165,7 +166,7 @@ async def decode_side(
             forget_incarnation=engine.forget_peer,
         )
         stack.push_async_callback(peers.close)
-        group = await stack.enter_async_context(asyncio.TaskGroup())
+        tasks = await stack.enter_async_context(Tasks())
         service = DecodeService(
             identity=identity,
             engine=engine,
@@ -173,7 +174,7 @@ async def decode_side(
             limits=limits,
             eos_token_ids=frozenset({EOS}),
             settings=settings,
-            spawn=group.create_task,
+            spawn=tasks.start,
             metrics=DecodeMetrics(Metrics(ProcessRole.DECODE)),
         )
         server.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, service, "graftline.v1.DecodeService")

@@ -106,23 +106,26 @@ async def test_probes_are_no_requests() -> None:
 
 async def test_watch_tells_load_and_progress() -> None:
     engine = FakeDecodeEngine(points=Points("running"))
-    async with prefill_worker() as (prefill, _), decode_worker(engine) as (decode, _):
-        async with open_channel(decode.address) as channel:
-            watch = WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(interval_s=0.02))
-            first = await watch.read()
-            assert first.state == worker_pb2.WORKER_STATE_SERVING
-            assert (first.running, first.pages_free, first.pages_total) == (0, 4, 4)
-            call = DecodeServiceStub(channel).Generate(request_message(prefill.address))
-            await engine.points.reached("running")
-            while (message := await watch.read()).running == 0:
-                assert message.progress >= first.progress
-            assert message.pages_free == 3
-            engine.let_go("running")
-            await collect(call)
-            while (message := await watch.read()).running:
-                pass
-            # A loop that turns with nothing to compute is not hanging.
-            assert (await watch.read()).progress > message.progress
+    async with (
+        prefill_worker() as (prefill, _),
+        decode_worker(engine) as (decode, _),
+        open_channel(decode.address) as channel,
+    ):
+        watch = WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(interval_s=0.02))
+        first = await watch.read()
+        assert first.state == worker_pb2.WORKER_STATE_SERVING
+        assert (first.running, first.pages_free, first.pages_total) == (0, 4, 4)
+        call = DecodeServiceStub(channel).Generate(request_message(prefill.address))
+        await engine.points.reached("running")
+        while (message := await watch.read()).running == 0:
+            assert message.progress >= first.progress
+        assert message.pages_free == 3
+        engine.let_go("running")
+        await collect(call)
+        while (message := await watch.read()).running:
+            pass
+        # A loop that turns with nothing to compute is not hanging.
+        assert (await watch.read()).progress > message.progress
 
 
 @pytest.mark.parametrize("interval_s", [-1.0, 0.001, 1e9, float("nan")])
@@ -148,6 +151,7 @@ async def test_metrics_follow_the_work() -> None:
             assert busy['graftline_worker_pages{role="decode",state="used"}'] == 3
             for call in calls[1:]:
                 call.cancel()
+            await engine.points.reached("cancelled", 2)
             engine.let_go("running")
             await collect(calls[0])
         await decode.service.wait_idle()
@@ -169,22 +173,25 @@ async def test_metrics_follow_the_work() -> None:
 async def test_a_failed_engine_takes_the_worker_out() -> None:
     """CASES H03: health says so at once, open requests fail, new ones are refused."""
     engine = FakeDecodeEngine(points=Points("running"))
-    async with prefill_worker() as (prefill, _), decode_worker(engine) as (decode, _):
-        async with open_channel(decode.address) as channel:
-            stub = DecodeServiceStub(channel)
-            call = stub.Generate(request_message(prefill.address))
-            await engine.points.reached("running")
-            engine.failed = "a stage died"
-            await asyncio.wait_for(decode.host.failed.wait(), 5)
-            with pytest.raises(grpc.RpcError, match="a stage died"):
-                await collect(call)
-            assert await health(decode.address) == NOT_SERVING
-            with pytest.raises(grpc.RpcError) as raised:
-                await collect(stub.Generate(request_message(prefill.address)))
-            assert isinstance(error_from_rpc(raised.value), PeerUnavailableError)
-            watch = WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest())
-            assert (await watch.read()).state == worker_pb2.WORKER_STATE_FAILED
-            assert (await scrape(decode.host.metrics_address))['graftline_worker_up{role="decode"}'] == 0
+    async with (
+        prefill_worker() as (prefill, _),
+        decode_worker(engine) as (decode, _),
+        open_channel(decode.address) as channel,
+    ):
+        stub = DecodeServiceStub(channel)
+        call = stub.Generate(request_message(prefill.address))
+        await engine.points.reached("running")
+        engine.failed = "a stage died"
+        await asyncio.wait_for(decode.host.failed.wait(), 5)
+        with pytest.raises(grpc.RpcError, match="a stage died"):
+            await collect(call)
+        assert await health(decode.address) == NOT_SERVING
+        with pytest.raises(grpc.RpcError) as raised:
+            await collect(stub.Generate(request_message(prefill.address)))
+        assert isinstance(error_from_rpc(raised.value), PeerUnavailableError)
+        watch = WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest())
+        assert (await watch.read()).state == worker_pb2.WORKER_STATE_FAILED
+        assert (await scrape(decode.host.metrics_address))['graftline_worker_up{role="decode"}'] == 0
 
 
 async def test_a_hung_engine_loop_is_noticed() -> None:
@@ -242,24 +249,27 @@ async def test_leaving_cancels_what_does_not_end() -> None:
 
 async def test_drain_by_rpc() -> None:
     engine = FakeDecodeEngine(points=Points("running"))
-    async with prefill_worker() as (prefill, _), decode_worker(engine) as (decode, _):
-        async with open_channel(decode.address) as channel:
-            stub, worker = DecodeServiceStub(channel), WorkerServiceStub(channel)
-            call = asyncio.ensure_future(collect(stub.Generate(request_message(prefill.address))))
-            await engine.points.reached("running")
-            draining = asyncio.ensure_future(worker.Drain(worker_pb2.DrainRequest(grace_s=5)))
-            watch = worker.Watch(worker_pb2.WatchRequest(interval_s=0.02))
-            while (await watch.read()).state != worker_pb2.WORKER_STATE_DRAINING:
-                pass
-            with pytest.raises(grpc.RpcError):
-                await collect(stub.Generate(request_message(prefill.address)))
-            assert not draining.done()
-            engine.let_go("running")
-            assert (await call)[0] == expected_ids()
-            await draining
-            with pytest.raises(grpc.RpcError) as raised:
-                await worker.Drain(worker_pb2.DrainRequest(grace_s=-1))
-            assert isinstance(error_from_rpc(raised.value), InvalidRequestError)
+    async with (
+        prefill_worker() as (prefill, _),
+        decode_worker(engine) as (decode, _),
+        open_channel(decode.address) as channel,
+    ):
+        stub, worker = DecodeServiceStub(channel), WorkerServiceStub(channel)
+        call = asyncio.ensure_future(collect(stub.Generate(request_message(prefill.address))))
+        await engine.points.reached("running")
+        draining = asyncio.ensure_future(worker.Drain(worker_pb2.DrainRequest(grace_s=5)))
+        watch = worker.Watch(worker_pb2.WatchRequest(interval_s=0.02))
+        while (await watch.read()).state != worker_pb2.WORKER_STATE_DRAINING:
+            pass
+        with pytest.raises(grpc.RpcError):
+            await collect(stub.Generate(request_message(prefill.address)))
+        assert not draining.done()
+        engine.let_go("running")
+        assert (await call)[0] == expected_ids()
+        await draining
+        with pytest.raises(grpc.RpcError) as raised:
+            await worker.Drain(worker_pb2.DrainRequest(grace_s=-1))
+        assert isinstance(error_from_rpc(raised.value), InvalidRequestError)
 
 
 async def test_a_wildcard_is_never_advertised() -> None:

@@ -37,7 +37,7 @@ class EngineOptions:
         model: known name, directory or GGUF file.
         draft_head: directory of the draft head; "auto": the one beside the model, "none": no speculation.
         speculation: False turns it off whatever heads there are.
-        draft_nodes: 0: a chain has depth + 1 nodes, a tree 2 * depth * branching.
+        draft_nodes: 0: a chain has depth + 1 nodes, a tree 2 * depth * branching (or all there can be).
         device: "cpu", "cuda" (stage i gets GPU i, modulo their number) or "cuda:N".
         stages: of the pipeline.
         layer_split: layers of every stage ("10,12,8"), or "auto".
@@ -129,8 +129,10 @@ def find_draft_head(options: EngineOptions, model_path: Path) -> Path | None:
 def tree_shape(options: EngineOptions) -> TreeShape:
     """The shape of draft trees. Raises InvalidRequestError for impossible ones."""
     depth, branching = options.draft_depth, options.draft_branching
-    nodes = options.draft_nodes or (depth + 1 if branching == 1 else 2 * depth * branching)
-    return TreeShape(depth, branching, nodes)
+    if options.draft_nodes:
+        return TreeShape(depth, branching, options.draft_nodes)
+    largest = TreeShape(depth, branching, 2).max_candidates + 1
+    return TreeShape(depth, branching, depth + 1 if branching == 1 else min(2 * depth * branching, largest))
 
 
 def layer_split(

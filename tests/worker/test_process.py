@@ -1,0 +1,88 @@
+"""Manners of real processes: readiness, parents, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+TIMEOUT_S = 60
+
+
+def run(code: str, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_readiness_goes_through_the_pipe() -> None:
+    read_end, write_end = os.pipe()
+    code = "from graftline.worker.process import announce_ready, is_launched\n"
+    code += "assert is_launched(); announce_ready(address='a:1', http=None); assert not is_launched()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "GRAFTLINE_READY_FD": str(write_end)},
+        pass_fds=(write_end,),
+    )
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        assert json.loads(pipe.readline()) == {"address": "a:1", "http": None}
+    assert child.wait(TIMEOUT_S) == 0
+
+
+def test_a_process_dies_with_its_parent() -> None:
+    """The parent is killed; the child, which only sleeps, ends by itself."""
+    child_code = (
+        "import os, time\\n"
+        "from graftline.worker.process import die_with_launcher\\n"
+        "die_with_launcher()\\n"
+        "print(os.getpid(), flush=True)\\n"
+        "time.sleep(600)\\n"
+    )
+    parent_code = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', '{child_code}'],\n"
+        "    env={**os.environ, 'GRAFTLINE_PARENT': str(os.getpid())})\n"
+        "time.sleep(600)\n"
+    )
+    parent = run(parent_code)
+    assert parent.stdout is not None
+    assert parent.stdout.readline().strip().isdigit()
+    parent.kill()
+    parent.wait()
+    # The child holds the other end of the pipe: it closes when the child has ended.
+    assert parent.stdout.read() == ""
+
+
+def test_a_parent_that_is_gone_already_is_noticed() -> None:
+    code = "import time; from graftline.worker.process import die_with_launcher; die_with_launcher(); time.sleep(600)"
+    orphan = run(code, GRAFTLINE_PARENT="1")
+    assert orphan.wait(TIMEOUT_S) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> None:
+    code = (
+        "import asyncio\n"
+        "from graftline.worker.process import stop_signals\n"
+        "async def main():\n"
+        "    with stop_signals() as stop:\n"
+        "        print('ready', flush=True)\n"
+        "        await stop.wait()\n"
+        "        print('asked', flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    child = run(code)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(number)
+    assert child.stdout.readline() == "asked\n"
+    child.send_signal(number)
+    assert child.wait(TIMEOUT_S) == 130
