@@ -5,7 +5,8 @@ sampling, a pure function of seed and position, continues with the very tokens t
 """
 
 import asyncio
-import random
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +22,6 @@ from graftline.errors import (
     PeerUnavailableError,
     PreemptedError,
 )
-from graftline.proto.channel import Metadata
 from graftline.proto.status import Failure, Leg, failure_from_rpc
 from graftline.proto.v1.common_pb2 import Usage
 from graftline.proto.v1.decode_pb2 import (
@@ -31,32 +31,22 @@ from graftline.proto.v1.decode_pb2 import (
     DecodeTokens,
 )
 from graftline.proto.v1.router_pb2 import GenerateFinish
-from graftline.router.config import RequestConfig
 from graftline.router.figures import SpeculationFigures
 from graftline.router.observer import RequestObserver
-from graftline.router.pairing import Claim, Pair, Pairing, WorkerKey, worker_key
+from graftline.router.pair_search import Fleet, PairSearch
+from graftline.router.pairing import Claim, Pair
 from graftline.router.parameters import Plan
 from graftline.router.policy import Demand
-from graftline.router.registry import Registry
+from graftline.router.silence import SilenceTimer
 from graftline.router.transcript import Delta, Ending, Transcript
 
-# The pauses of all attempts together outlast the longest reconnecting pause of a channel between two workers.
-RETRY_PAUSE_S = 0.1
-RETRY_PAUSE_MAX_S = 1.0
-# Breakers close by the clock, which nobody announces.
-PAIR_POLL_S = 0.1
+logger = logging.getLogger(__name__)
+
+# Failures in a row are bounded by the config; all of them by this many times as much, so that a request that takes
+# its workers down one after another comes to an end however far it gets each time.
+FAILURES_FACTOR = 4
 # After the last token only figures are missing.
 FINISH_WAIT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """What a choice needs of the router: workers, how to pick among them, how to call them, and bounds."""
-
-    registry: Registry
-    pairing: Pairing
-    metadata: Metadata
-    limits: RequestConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +92,12 @@ class ChoiceRun:
         self._figures = SpeculationFigures()
         self._sampling = plan.sampling(seat.number)
         self._stopping = plan.stopping()
-        self._excluded: set[WorkerKey] = set()
+        self._search = PairSearch(fleet, plan.model)
         self._attempt = 0
         self._num_failures = 0
-        self._last_error: GraftlineError | None = None
+        self._num_failures_in_row = 0
         self._num_preemptions = 0
+        self._last_progress_s = time.monotonic()
         self._cached_tokens = 0
 
     async def run(self) -> None:
@@ -117,13 +108,15 @@ class ChoiceRun:
         """
         while True:
             demand = self._demand()
-            pair = await self._pick(demand)
+            num_tokens_before = len(self._transcript.token_ids)
+            limits = self._fleet.limits
+            pair = await self._search.find(demand, limits.resume_wait_s if num_tokens_before else limits.pair_wait_s)
             self._attempt += 1
             with Claim(pair, len(demand.token_ids)) as claim:
                 failure = await self._try(claim, demand)
                 if failure is None:
                     return
-                self._judge(failure, claim)
+                self._judge(failure, claim, num_tokens_before)
 
     # --- one attempt ---------------------------------------------------------------------------------------
 
@@ -136,7 +129,8 @@ class ChoiceRun:
         )
         claim.attach(call.cancel)
         try:
-            failure = await self._follow(call, claim)
+            with SilenceTimer(self._fleet.limits.silence_timeout_s, claim) as silence:
+                failure = await self._follow(call, claim, silence)
         except asyncio.CancelledError:
             failure = _revoked(claim)
         except aio.AioRpcError as error:
@@ -150,11 +144,15 @@ class ChoiceRun:
         return None
 
     async def _follow(
-        self, call: "aio.UnaryStreamCall[DecodeServiceGenerateRequest, DecodeServiceGenerateResponse]", claim: Claim
+        self,
+        call: "aio.UnaryStreamCall[DecodeServiceGenerateRequest, DecodeServiceGenerateResponse]",
+        claim: Claim,
+        silence: SilenceTimer,
     ) -> Failure | None:
         num_messages = 0
         while True:
             message = await self._read(call)
+            silence.heard()
             if not isinstance(message, DecodeServiceGenerateResponse):
                 ended = PeerUnavailableError("the decode ended its stream without finishing")
                 return Failure(ended, grpc.StatusCode.UNAVAILABLE, Leg.DECODE)
@@ -234,38 +232,56 @@ class ChoiceRun:
 
     # --- between attempts ----------------------------------------------------------------------------------
 
-    def _judge(self, failure: Failure, claim: Claim) -> None:
+    def _judge(self, failure: Failure, claim: Claim, num_tokens_before: int) -> None:
         """Keeps score of a failed attempt and rules its worker out for the next one.
 
         Raises:
             GraftlineError: another attempt would be pointless, or was one too many.
         """
         self._figures.attempt_ended(failure.speculation)
-        error = failure.error
+        error, leg = failure.error, failure.leg or Leg.DECODE
         if isinstance(error, InvalidRequestError):
             raise error
         if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise CancelledRequestError("the deadline passed") from error
-        self._last_error = error
-        leg = failure.leg or Leg.DECODE
         self._observer.attempt_failed(leg, error)
+        worker = claim.pair.on(leg)
+        logger.info("attempt %d of %s failed on %s %s: %r", *self._name, leg.value, worker.address, str(error))
+        if len(self._transcript.token_ids) > num_tokens_before:
+            self._num_failures_in_row = 0
+            self._last_progress_s = time.monotonic()
+            self._search.progressed()
+        self._search.failed(error, None if isinstance(error, PreemptedError) else worker)
         if isinstance(error, PreemptedError):
             self._num_preemptions += 1
             if self._num_preemptions > self._fleet.limits.max_preemptions:
                 raise OutOfCapacityError(f"preempted {self._num_preemptions} times") from error
-            return
-        worker = claim.pair.on(leg)
-        self._excluded.add(worker_key(worker))
-        if claim.revoked is None and not isinstance(error, OutOfCapacityError):
-            worker.breaker.failed()
+        elif isinstance(error, OutOfCapacityError):
+            self._check_patience(error)
+        else:
+            if claim.revoked is None:
+                worker.breaker.failed()
+            self._count_failure(error)
+
+    def _count_failure(self, error: GraftlineError) -> None:
         self._num_failures += 1
-        if self._num_failures >= self._fleet.limits.max_attempts:
+        self._num_failures_in_row += 1
+        limit = self._fleet.limits.max_attempts
+        if self._num_failures_in_row >= limit or self._num_failures >= limit * FAILURES_FACTOR:
             raise _final(error, self._num_failures)
-        if (
-            isinstance(error, OutOfCapacityError)
-            and not self._transcript.token_ids
-            and self._pick_now(self._demand()) is None
-        ):
+
+    @property
+    def _name(self) -> tuple[int, str]:
+        return self._attempt, self._request_id
+
+    def _check_patience(self, error: OutOfCapacityError) -> None:
+        """Refused for lack of room: a new request tries others at once; a stream that has begun may wait for room."""
+        if self._transcript.token_ids:
+            stuck_s = time.monotonic() - self._last_progress_s
+            is_hopeless = stuck_s > self._fleet.limits.resume_wait_s
+        else:
+            is_hopeless = self._search.find_now(self._demand()) is None
+        if is_hopeless:
             raise error
 
     def _demand(self) -> Demand:
@@ -273,48 +289,6 @@ class ChoiceRun:
         prompt_ids, emitted_ids = self._plan.prompt_ids, self._transcript.token_ids
         token_ids = (*prompt_ids, *emitted_ids) if emitted_ids else prompt_ids
         return Demand(token_ids, len(prompt_ids) + self._plan.max_tokens)
-
-    async def _pick(self, demand: Demand) -> Pair:
-        """A pair for the next attempt; waits for one within bounds.
-
-        Raises:
-            PeerUnavailableError: none came up in time.
-        """
-        pair = self._pick_now(demand)
-        if pair is not None:
-            return pair
-        limits = self._fleet.limits
-        wait_s = limits.resume_wait_s if self._transcript.token_ids else limits.pair_wait_s
-        try:
-            async with asyncio.timeout(wait_s):
-                return await self._wait_for_pair(demand, wait_s)
-        except TimeoutError:
-            raise PeerUnavailableError(self._why_none()) from self._last_error
-
-    async def _wait_for_pair(self, demand: Demand, wait_s: float) -> Pair:
-        if self._excluded:
-            # Nobody else can take it: those that failed get another chance, after a pause.
-            pause_s = min(RETRY_PAUSE_S * 2 ** (self._num_failures - 1), RETRY_PAUSE_MAX_S, wait_s / 2)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
-            self._excluded.clear()
-        while True:
-            pair = self._pick_now(demand)
-            if pair is not None:
-                return pair
-            try:
-                async with asyncio.timeout(PAIR_POLL_S):
-                    await self._fleet.registry.wait_for_change()
-            except TimeoutError:
-                continue
-
-    def _pick_now(self, demand: Demand) -> Pair | None:
-        return self._fleet.pairing.pick(self._fleet.registry.workers, self._plan.model, demand, self._excluded)
-
-    def _why_none(self) -> str:
-        last = f"; the last attempt failed with: {self._last_error}" if self._last_error else ""
-        return (
-            f"no usable pair of workers for {self._plan.model.model_id!r}: {self._fleet.registry.why_no_pair()}{last}"
-        )
 
     def _remaining_s(self) -> float | None:
         if self._deadline is None:

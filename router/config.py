@@ -61,10 +61,11 @@ class RequestConfig:
         retry_after_s: the hint that goes with it.
         max_requests_per_s: admitted over time, bursts of one second's worth included; None: no limit.
         default_max_tokens: output tokens when the client names none; None: all that the context leaves.
-        max_attempts: tries of one choice that may fail before the client hears of it.
+        max_attempts: tries of one choice that may fail in a row, without a token gained, before the client hears of it.
         max_preemptions: times a decode may push a choice out before that counts as failure.
         pair_wait_s: how long a new request waits for a usable pair.
         resume_wait_s: how long a stream that has begun waits for one.
+        silence_timeout_s: without a word from its decode for so long an attempt is given up; waiting in a queue counts.
         max_unread_tokens: output a slow client may leave waiting before it is cut.
         write_timeout_s: one message to a client may take this long before it is cut.
         max_prompt_chars: longer texts are refused before anything looks at them.
@@ -78,6 +79,7 @@ class RequestConfig:
     max_preemptions: int = 64
     pair_wait_s: float = 2.0
     resume_wait_s: float = 30.0
+    silence_timeout_s: float = 600.0
     max_unread_tokens: int = 16_384
     write_timeout_s: float = 30.0
     max_prompt_chars: int = 32 * 1024 * 1024
@@ -107,7 +109,7 @@ class RouterConfig:
     requests: RequestConfig = field(default_factory=RequestConfig)
     worker_access: Access = ANONYMOUS
     tls: ServerTls | None = None
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = field(default=(), repr=False)
     drain_grace_s: float = 30.0
     tokenizer_threads: int = 2
 

@@ -14,10 +14,11 @@ from graftline.metrics import REQUESTS_REFUSED, SLOW_CONSUMERS_CUT, TOKENIZE, Me
 from graftline.proto import validation
 from graftline.proto.v1.router_pb2 import GenerateRequest
 from graftline.router.admission import Admission
-from graftline.router.choice import ChoiceRun, Fleet, Seat
+from graftline.router.choice import ChoiceRun, Seat
 from graftline.router.model import ServedModel
 from graftline.router.observer import ModelInstruments, RequestObserver
 from graftline.router.outbox import Outbox, SlowConsumerError
+from graftline.router.pair_search import Fleet
 from graftline.router.parameters import Parameters, Plan
 from graftline.router.text.chat_template import Message
 from graftline.router.transcript import Delta

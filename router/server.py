@@ -10,12 +10,12 @@ from graftline.metrics import Metrics, ProcessRole
 from graftline.proto.server import RpcServer
 from graftline.proto.v1.router_pb2_grpc import add_RouterServiceServicer_to_server
 from graftline.router.admission import Admission, RateLimit
-from graftline.router.choice import Fleet
 from graftline.router.config import RouterConfig
 from graftline.router.generation import Generator
 from graftline.router.http_app import HttpApp
 from graftline.router.http_server import running_http
 from graftline.router.model import ModelStore
+from graftline.router.pair_search import Fleet
 from graftline.router.pairing import Pairing
 from graftline.router.policy import make_policies
 from graftline.router.registry import Registry

@@ -235,6 +235,48 @@ async def test_attempts_are_bounded_and_the_last_error_is_told() -> None:
         h.assert_quiescent()
 
 
+async def test_progress_renews_the_attempts_of_a_stream_but_not_for_ever() -> None:
+    """A long stream outlives many faults; one that takes down whoever serves it comes to an end."""
+    gone = PeerUnavailableError("gone")
+    worker = decode(faults=deque([Fault(2, gone)] * 8))
+    limits = replace(QUICK_REQUESTS, max_attempts=3)
+    health = replace(QUICK_HEALTH, breaker_failures=1000)
+    async with harness(prefill(), worker, decode(faults=worker.faults), requests=limits, health=health) as h:
+        answer = await h.answer(text=PROMPT, seed=3, max_tokens=40)
+        assert answer.token_ids == reference_ids(IDS, 40, 3)
+        assert answer.finish.attempts == 9
+        worker.faults.extend([Fault(2, gone)] * 50)
+        worker.requests.clear()
+        with pytest.raises(grpc.aio.AioRpcError, match="12 attempts failed"):
+            await h.answer(text=PROMPT, seed=3, max_tokens=400)
+
+
+async def test_a_stream_that_has_begun_waits_for_room() -> None:
+    """No room elsewhere is no reason to lose a stream; a new request is refused at once."""
+    full = OutOfCapacityError("no pages")
+    worker = decode(faults=deque([Fault(4, PeerUnavailableError("gone")), *[Fault(0, full)] * 4]))
+    async with harness(prefill(), worker, requests=replace(QUICK_REQUESTS, max_attempts=2)) as h:
+        answer = await h.answer(text=PROMPT, seed=3, max_tokens=12)
+        assert answer.token_ids == reference_ids(IDS, 12, 3)
+        assert answer.finish.attempts == 6
+        worker.always = Fault(0, full)
+        began = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await h.answer(text=PROMPT)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert time.monotonic() - began < 1
+
+
+async def test_a_decode_that_forgets_a_request_loses_it_to_another_attempt() -> None:
+    worker = decode(faults=deque([Fault(4, hang=True)]))
+    limits = replace(QUICK_REQUESTS, silence_timeout_s=0.2)
+    health = replace(QUICK_HEALTH, stall_timeout_s=60)
+    async with harness(prefill(), worker, requests=limits, health=health) as h:
+        answer = await h.answer(text=PROMPT, seed=3, max_tokens=12)
+        assert answer.token_ids == reference_ids(IDS, 12, 3)
+        assert answer.finish.attempts == 2
+
+
 async def test_a_request_that_a_worker_calls_invalid_is_not_retried() -> None:
     """CASES F13, A16: the worker's own words reach the client at once."""
     worker = decode(always=Fault(0, InvalidRequestError("token_ids", "no such thing"), Leg.PREFILL))

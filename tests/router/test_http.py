@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from router_fakes import EOS, FakeWorker, Fault, decode, prefill, reference_ids
-from router_harness import QUICK_REQUESTS, Harness, harness, until
+from router_harness import QUICK_HEALTH, QUICK_REQUESTS, Harness, harness, until
 
 from graftline.errors import InternalError, PeerUnavailableError
 
@@ -207,7 +207,7 @@ async def test_bad_prompts_of_completions() -> None:
 
 async def test_errors_after_the_stream_began_arrive_as_an_event() -> None:
     worker = decode(always=Fault(3, InternalError("broken")))
-    async with http(prefill(), worker) as (_, client):
+    async with http(prefill(), worker, health=replace(QUICK_HEALTH, breaker_failures=1000)) as (_, client):
         body = {"messages": CHAT, "max_tokens": 100, "stream": True}
         response = await client.post("/v1/chat/completions", json=body)
         last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))

@@ -1,0 +1,95 @@
+"""Finds the next pair for one choice: rules out workers that failed it, waits for others within bounds."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from graftline.errors import GraftlineError, PeerUnavailableError
+from graftline.proto.channel import Metadata
+from graftline.router.config import RequestConfig
+from graftline.router.model import ServedModel
+from graftline.router.pairing import Pair, Pairing, WorkerKey, worker_key
+from graftline.router.policy import Demand
+from graftline.router.registry import Registry
+from graftline.router.worker import Worker
+
+# The pauses of all attempts together outlast the longest reconnecting pause of a channel between two workers.
+RETRY_PAUSE_S = 0.1
+RETRY_PAUSE_MAX_S = 1.0
+# Breakers close by the clock, which nobody announces.
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What choices need of the router: workers, how to pick among them, how to call them, and bounds."""
+
+    registry: Registry
+    pairing: Pairing
+    metadata: Metadata
+    limits: RequestConfig
+
+
+class PairSearch:
+    """Remembers which workers failed a choice, and why the last one did."""
+
+    def __init__(self, fleet: Fleet, model: ServedModel) -> None:
+        self._fleet = fleet
+        self._model = model
+        self._excluded: set[WorkerKey] = set()
+        self._num_pauses = 0
+        self._last_error: GraftlineError | None = None
+
+    def failed(self, error: GraftlineError, worker: Worker | None) -> None:
+        """An attempt failed, and `worker` is to blame (None: nobody)."""
+        self._last_error = error
+        if worker is not None:
+            self._excluded.add(worker_key(worker))
+
+    def progressed(self) -> None:
+        """The choice got further: pauses are short again."""
+        self._num_pauses = 0
+
+    def find_now(self, demand: Demand) -> Pair | None:
+        """The best pair that can be used this moment."""
+        return self._fleet.pairing.pick(self._fleet.registry.workers, self._model, demand, self._excluded)
+
+    async def find(self, demand: Demand, wait_s: float) -> Pair:
+        """The best pair, waited for when there is none.
+
+        Raises:
+            PeerUnavailableError: none came up in `wait_s` seconds; the message tells the state of every worker.
+        """
+        pair = self.find_now(demand)
+        if pair is not None:
+            return pair
+        try:
+            async with asyncio.timeout(wait_s):
+                if self._excluded:
+                    await self._pause(wait_s / 2)
+                return await self._next_pair(demand)
+        except TimeoutError:
+            raise PeerUnavailableError(self._why_none()) from self._last_error
+
+    async def _pause(self, max_s: float) -> None:
+        """Nobody else can take it: after a pause, those that failed get another chance."""
+        pause_s = min(RETRY_PAUSE_S * 2**self._num_pauses, RETRY_PAUSE_MAX_S, max_s)
+        self._num_pauses += 1
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+        self._excluded.clear()
+
+    async def _next_pair(self, demand: Demand) -> Pair:
+        while True:
+            pair = self.find_now(demand)
+            if pair is not None:
+                return pair
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._fleet.registry.wait_for_change()
+            except TimeoutError:
+                continue
+
+    def _why_none(self) -> str:
+        why = self._fleet.registry.why_no_pair()
+        last = f"; the last attempt failed with: {self._last_error}" if self._last_error else ""
+        return f"no usable pair of workers for {self._model.model_id!r}: {why}{last}"
