@@ -122,7 +122,8 @@ class ChoiceRun:
 
     async def _try(self, claim: Claim, demand: Demand) -> Failure | None:
         """One call of a decode. None: the choice has ended and said so."""
-        self._figures.attempt_started(_draft_nodes(claim.pair))
+        description = claim.pair.decode.description
+        self._figures.attempt_started(description.draft_nodes if description else 0)
         decode = claim.pair.decode.decode
         call: aio.UnaryStreamCall[DecodeServiceGenerateRequest, DecodeServiceGenerateResponse] = decode.Generate(
             self._request(claim.pair, demand), timeout=self._remaining_s(), metadata=self._fleet.metadata
@@ -309,9 +310,3 @@ def _final(error: GraftlineError, num_failures: int) -> GraftlineError:
     if isinstance(error, InternalError | OutOfCapacityError):
         return error
     return PeerUnavailableError(f"{num_failures} attempts failed, the last one with: {error}")
-
-
-def _draft_nodes(pair: Pair) -> int:
-    description = pair.decode.description
-    nodes = description.fingerprint.get("draft_nodes", "") if description else ""
-    return int(nodes) if nodes.isdigit() else 0

@@ -55,8 +55,7 @@ def decode_cost(worker: Worker, demand: Demand, best_speed: float) -> float:
     slot_pressure = requests / max(1, limits.max_running if limits else 0)
     page_pressure = 0.0
     if load.pages_total and worker.description:
-        page_size = int(worker.description.fingerprint.get("page_size", "1") or 1)
-        wanted_pages = -(-demand.max_total_tokens // page_size)
+        wanted_pages = -(-demand.max_total_tokens // worker.description.page_size)
         page_pressure = (load.pages_total - load.pages_free + wanted_pages) / load.pages_total
     speed = request_speed(worker)
     relative_speed = max(MIN_RELATIVE_SPEED, speed / best_speed) if speed and best_speed else 1.0

@@ -157,6 +157,11 @@ class Registry:
                 except PeerUnavailableError as error:
                     self._lose(worker, str(error))
                     await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
+                except Exception as error:
+                    # A border to a foreign process: whatever one worker sends must not end the router.
+                    logger.exception("following %s failed", worker.address)
+                    self._lose(worker, f"following it failed: {type(error).__name__}")
+                    await asyncio.sleep(self._health.reconnect_max_s)
         finally:
             worker.revoke_claims("the router forgot it")
             self._forget(worker)

@@ -46,6 +46,16 @@ class Description:
     limits: Limits
     num_stages: int
 
+    @property
+    def page_size(self) -> int:
+        """Token positions a page; 1 when the worker does not say."""
+        return _count(self.fingerprint.get("page_size"), 1)
+
+    @property
+    def draft_nodes(self) -> int:
+        """Nodes of a draft tree, root included; 0 without speculation."""
+        return _count(self.fingerprint.get("draft_nodes"), 0)
+
     @classmethod
     def of(cls, response: DescribeResponse, model: ServedModel) -> "Description":
         """From the worker's own answer."""
@@ -160,3 +170,7 @@ class Worker:
     def _has_work(self, load: WatchResponse) -> bool:
         # A decode's queue waits for prefills; only running requests make rounds.
         return load.running > 0 or (self.role is Role.PREFILL and load.queued > 0)
+
+
+def _count(text: str | None, default: int) -> int:
+    return int(text) if text and text.isascii() and text.isdigit() and int(text) > 0 else default

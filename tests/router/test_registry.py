@@ -167,6 +167,20 @@ async def test_a_worker_of_the_wrong_role_or_with_a_bad_card_is_not_used() -> No
         assert (await h.answer(text=PROMPT, max_tokens=2)).finish.decode_address == good.address
 
 
+async def test_nonsense_from_a_worker_is_survived() -> None:
+    nonsense = {"model_hash": "m", "page_size": "many", "draft_nodes": "-3"}
+    load = WatchResponse(state=WorkerState.WORKER_STATE_SERVING, pages_total=5, pages_free=50, tokens_per_s=-1)
+    odd = decode(fingerprint=nonsense, load=load)
+    async with harness(prefill(fingerprint=nonsense), odd, decode()) as h:
+        assert (await h.answer(text=PROMPT, max_tokens=3, seed=1)).token_ids == reference_ids(IDS, 3, 1)
+        odd.card.context_length = 0
+        odd.card.card_hash = "broken"
+        await odd.restart("two")
+        known = next(w for w in h.router.registry.workers if w.address == odd.address)
+        await until(lambda: "context_length" in known.reason, 5)
+        h.assert_quiescent()
+
+
 async def test_a_breaker_opens_fails_fast_and_half_opens() -> None:
     """CASES F07: no dispatch while the prefill's breaker is open; it serves again later."""
     health = replace(QUICK_HEALTH, breaker_failures=3, breaker_open_s=0.4)
