@@ -1,0 +1,213 @@
+"""Real processes on loopback: router, prefill, a decode of two stages, under kill, restart, cancel and signals."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tiny_world import TinyWorld, prompt
+
+from graftline.child import ChildDiedError
+from graftline.client import AsyncClient
+from graftline.errors import GraftlineError
+from graftline.launcher import Cluster, ClusterSpec, local_cluster
+from graftline.proto.channel import open_channel
+
+pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]
+NEW_TOKENS = 12
+NOTICE_S = 20.0
+
+
+def spec_of(world: TinyWorld, **changes: object) -> ClusterSpec:
+    spec: dict[str, object] = {
+        "model": str(world.plain.path),
+        "draft_head": str(world.eagle),
+        "dtype": "float32",
+        "page_size": 4,
+        "pages": 64,
+        "chunk_tokens": 16,
+        "threads": 1,
+        "decode_stages": 2,
+        "drain_grace_s": 2.0,
+    }
+    return ClusterSpec(**{**spec, **changes})  # type: ignore[arg-type]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster(world: TinyWorld) -> AsyncIterator[Cluster]:
+    async with local_cluster(spec_of(world)) as running:
+        yield running
+
+
+async def answer(cluster: Cluster, token_ids: list[int], timeout_s: float = 60.0) -> list[int]:
+    async with AsyncClient(cluster.router_address, timeout_s=timeout_s) as client:
+        completion = await client.complete(token_ids, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+        return list(completion.token_ids)
+
+
+async def eventually(check: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + NOTICE_S
+    while not await asyncio.to_thread(check):
+        assert time.monotonic() < deadline_s, f"not in {NOTICE_S} s: {what}"
+        await asyncio.sleep(0.05)
+
+
+def gauges(address: str | None) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answered:
+        lines = answered.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def is_whole(cluster: Cluster) -> bool:
+    """Nothing open, running, queued or used on any worker."""
+    for name, child in cluster.children.items():
+        role = name.partition("-")[0]
+        if role == "router":
+            continue
+        now = gauges(child.ready["metrics"])
+        busy = ["open_requests", "running_requests", "queued_requests"]
+        if any(now[f'graftline_worker_{gauge}{{role="{role}"}}'] for gauge in busy):
+            return False
+        if now[f'graftline_worker_pages{{role="{role}",state="used"}}']:
+            return False
+    return True
+
+
+async def serves(address: str) -> bool:
+    async with open_channel(address) as channel:
+        answered = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        return bool(answered.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_answers_are_those_of_the_plain_model(cluster: Cluster, world: TinyWorld) -> None:
+    prompts = [prompt(length, length) for length in (1, 3, 4, 5, 16, 17, 40)]
+    answers = await asyncio.gather(*(answer(cluster, ids) for ids in prompts))
+    assert answers == [world.plain.answer(ids, NEW_TOKENS) for ids in prompts]
+    await eventually(lambda: is_whole(cluster), "pools are whole")
+
+
+async def test_a_storm_of_cancels_leaves_nothing(cluster: Cluster, world: TinyWorld) -> None:
+    """CASES B03, G02: disconnects at random phases; every page and slot comes back."""
+    draw = Random(7)
+
+    async def begin_and_leave(index: int) -> None:
+        task = asyncio.ensure_future(answer(cluster, prompt(9, index)))
+        await asyncio.sleep(draw.random() * 0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    await asyncio.gather(*(begin_and_leave(index) for index in range(40)))
+    await eventually(lambda: is_whole(cluster), "pools are whole")
+    assert await answer(cluster, prompt(5, 0)) == world.plain.answer(prompt(5, 0), NEW_TOKENS)
+
+
+async def test_a_killed_prefill_comes_back_at_its_address(cluster: Cluster, world: TinyWorld) -> None:
+    """CASES F01, F04, B11: the decode stays healthy, needs no restart, and gets its pages back."""
+    open_requests = [asyncio.ensure_future(answer(cluster, prompt(40, index))) for index in range(4)]
+    await asyncio.sleep(0.05)
+    await cluster.kill("prefill-0")
+    assert await serves(cluster.children["decode-0"].address)
+    await cluster.restart("prefill-0")
+    for done in await asyncio.gather(*open_requests, return_exceptions=True):
+        assert isinstance(done, list | GraftlineError), done
+    async with asyncio.timeout(NOTICE_S):
+        while True:
+            try:
+                first = await answer(cluster, prompt(6, 1))
+                break
+            except GraftlineError:
+                await asyncio.sleep(0.2)
+    assert first == world.plain.answer(prompt(6, 1), NEW_TOKENS)
+    for index in range(5):
+        assert await answer(cluster, prompt(6, index)) == world.plain.answer(prompt(6, index), NEW_TOKENS)
+    assert await serves(cluster.children["decode-0"].address)
+    await eventually(lambda: is_whole(cluster), "pools are whole")
+
+
+async def test_a_killed_stage_ends_its_worker(cluster: Cluster, world: TinyWorld) -> None:
+    """CASES H03: nobody keeps asking a pipeline that lost a stage; a restart at the address serves again."""
+    decode = cluster.children["decode-0"]
+    stages = [child for child in psutil.Process(decode.pid).children() if "stage_main" in " ".join(child.cmdline())]
+    assert len(stages) == 1
+    stages[0].kill()
+    async with asyncio.timeout(NOTICE_S):
+        assert await cluster.wait_for_death() is decode
+        assert await decode.wait() == 1
+    assert "cannot go on" in decode.tail(100)
+    await cluster.restart("decode-0")
+    async with asyncio.timeout(NOTICE_S):
+        while True:
+            try:
+                again = await answer(cluster, prompt(6, 2))
+                break
+            except GraftlineError:
+                await asyncio.sleep(0.2)
+    assert again == world.plain.answer(prompt(6, 2), NEW_TOKENS)
+
+
+async def test_sigterm_is_a_clean_end(cluster: Cluster) -> None:
+    """CASES F08: exit status 0 after a drain."""
+    child = cluster.children["prefill-0"]
+    assert await child.stop(30.0) == 0
+    await cluster.restart("prefill-0")
+
+
+async def test_a_child_that_cannot_start_is_named(world: TinyWorld, tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ChildDiedError, match=r"(?s)decode-0 ended with status 2.*layer_split"):
+        async with local_cluster(spec_of(world, decode_split="1,1", log_dir=tmp_path)):
+            pass
+    assert_gone([process for process in psutil.Process().children(recursive=True) if process not in before])
+
+
+def start_up(world: TinyWorld) -> tuple["subprocess.Popen[str]", list[psutil.Process]]:
+    """`graftline up`, once it says that it is ready, and the processes it started."""
+    options = f"--model {world.plain.path} --draft-head {world.eagle} --dtype float32 --page-size 4 --pages 64"
+    up = subprocess.Popen(
+        [sys.executable, "-m", "graftline", "up", *options.split(), "--threads", "1", "--drain-grace-s", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert up.stderr is not None
+    for line in up.stderr:
+        if line.startswith("try: "):
+            break
+    started = psutil.Process(up.pid).children(recursive=True)
+    assert len(started) >= 3
+    return up, started
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=NOTICE_S)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_up_leaves_nothing_running(world: TinyWorld, number: signal.Signals) -> None:
+    """Ctrl-C stops all in order; even a kill of the launcher ends every process it started."""
+    up, started = await asyncio.to_thread(start_up, world)
+    up.send_signal(number)
+    status = await asyncio.to_thread(up.wait, 60)
+    assert status == (0 if number is signal.SIGINT else -signal.SIGKILL)
+    await asyncio.to_thread(assert_gone, started)
+
+
+@pytest.mark.slow
+async def test_up_notices_a_dead_child(world: TinyWorld) -> None:
+    up, started = await asyncio.to_thread(start_up, world)
+    prefill = next(process for process in started if "prefill" in process.cmdline())
+    prefill.kill()
+    assert up.stderr is not None
+    _, said = await asyncio.to_thread(up.communicate, None, 60)
+    assert up.returncode == 1
+    assert "prefill-0 was ended by SIGKILL" in said
+    await asyncio.to_thread(assert_gone, started)
