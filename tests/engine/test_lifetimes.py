@@ -7,8 +7,8 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from faulty_port import Fault
 from local_pair import DECODE, PREFILL, Answer, Ask, Call, End, Event, local_pair
-from memory_port import Fault
 from tiny_world import TinyWorld, prompt
 
 from graftline.engine.plan import SendOrder
@@ -430,7 +430,7 @@ def test_a_decode_that_is_not_paired_is_refused(world: TinyWorld) -> None:
         pair.prefill.forget(DECODE)
         with pytest.raises(PeerUnavailableError, match="decode-1 is not paired"):
             pair.prefill.submit(request(), DECODE, True, print)
-        pair.prefill.pair(DECODE, DECODE.encode())
+        pair.introduce()
         assert pair.generate(prompt(4), 2).ids == world.plain.answer(prompt(4), 2)
 
 

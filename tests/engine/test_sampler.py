@@ -76,7 +76,7 @@ class Counts:
 
 
 def test_verify_emits_the_targets_own_distribution() -> None:
-    """CASES S12, S13: 1e5 verifies of a chain and of a tree, a seed each; emitted tokens against exact probabilities."""
+    """CASES S12, S13: 1e5 verifies of a chain and a tree, a seed each; emitted tokens against exact chances."""
     rows = torch.stack([target_logits(token) for token in TOKENS])
     counts = {name: Counts() for name in VERIFIES}
     rounds = 1000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_port import MemoryPort, Network
+from faulty_port import Network
 
 from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.engine.decode_engine import DecodeScheduler
@@ -53,6 +53,7 @@ from graftline.engine.service_api import (
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 from graftline.engine.worker_engine import WorkerEngine, start_decode_engine, start_prefill_engine
 from graftline.errors import GraftlineError
+from graftline.worker.facts import encode_peer, stage_layouts
 
 Event = PrefillEvent | DecodeEvent
 PREFILL, DECODE = "prefill-1", "decode-1"
@@ -295,6 +296,10 @@ class LocalPair:
     def decode(self) -> DecodeScheduler:
         return self.decode_engine.scheduler
 
+    def introduce(self) -> None:
+        """Tells the prefill where the decode's pools lie."""
+        self.prefill.pair(DECODE, encode_peer(stage_layouts(self.decode_engine.layouts)))
+
     def submit(self, ask: Ask) -> Call:
         """Starts a request."""
         call = Call(self, ask, f"request-{next(self._ids)}")
@@ -400,13 +405,13 @@ def local_pair(
     command = StageCommand("unused", {})
     engines: list[WorkerEngine[Any]] = []
     try:
-        engines.append(start_prefill_engine(sides[0], lambda stage: MemoryPort(network, PREFILL, stage), command, 60))
-        engines.append(start_decode_engine(sides[1], lambda stage: MemoryPort(network, DECODE, stage), command, 60))
-        for pools in (*network.pools_of(PREFILL), *network.pools_of(DECODE)):
+        engines.append(start_prefill_engine(sides[0], network.ports(), command, 60))
+        engines.append(start_decode_engine(sides[1], network.ports(), command, 60))
+        for pools in network.pools:
             _poison(pools.target)
             _poison(pools.draft)
         pair = LocalPair(engines[0], engines[1], network)
-        pair.prefill.pair(DECODE, DECODE.encode())
+        pair.introduce()
         yield pair
         network.let_go()
         if quiescent:
