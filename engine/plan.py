@@ -180,12 +180,16 @@ class StageAlive(_Message, frozen=True):
     Attributes:
         busy_s: seconds of compute since start.
         steps: steps computed since start.
+        resident_bytes: main memory of the stage's process, shared by all stages that are threads of it.
+        device_bytes: GPU memory held by the stage's process; 0 on CPU.
     """
 
     stage: int
     sequence: int
     busy_s: float
     steps: int
+    resident_bytes: int = 0
+    device_bytes: int = 0
 
 
 class StageFailed(_Message, frozen=True):

@@ -22,6 +22,7 @@ from graftline.engine.plan import (
     StepPlan,
     Stop,
 )
+from graftline.engine.process_memory import device_bytes, resident_bytes
 from graftline.engine.stage import Stage
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import TransferPort
@@ -139,7 +140,9 @@ class StageWorker:
             message, _ = self._links.control.receive()
             match message:
                 case Heartbeat(sequence=sequence):
-                    self._reports.send(StageAlive(self._index, sequence, self._busy_s, self._steps))
+                    self._reports.send(
+                        StageAlive(self._index, sequence, self._busy_s, self._steps, resident_bytes(), device_bytes())
+                    )
                 case SendOrder():
                     self._port.send(message, self._ready(message), self._done)
                 case CancelSends(owner=owner):

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import msgspec
+
 from graftline.engine.config import EngineConfig, Role
 from graftline.engine.decode_engine import DecodeScheduler
-from graftline.engine.draft_head.config import CONFIG_FILE, WEIGHTS_FILE
+from graftline.engine.draft_head.config import CONFIG_FILE, WEIGHTS_FILE, read_draft_head_config
 from graftline.engine.layer_split import check_split
+from graftline.engine.memory_plan import MemoryPlan, plan_memory
 from graftline.engine.models.card import ModelCardData
 from graftline.engine.models.checkpoint import Checkpoint, open_checkpoint
 from graftline.engine.pipeline import Pipeline, StageCommand
@@ -27,12 +30,16 @@ class WorkerFacts:
     Attributes:
         context_len: most tokens of prompt and output that the model and the worker's pool can hold.
         fingerprint: everything that must agree between a prefill and a decode, by name.
+        memory: what the pools and weights of every stage take.
+        skipped_bytes: what a decode of the same settings would take on top.
     """
 
     card: ModelCardData
     context_len: int
     fingerprint: Mapping[str, str]
     num_stages: int
+    memory: MemoryPlan | None = None
+    skipped_bytes: int = 0
 
 
 def worker_facts(config: EngineConfig, checkpoint: Checkpoint) -> WorkerFacts:
@@ -50,7 +57,17 @@ def worker_facts(config: EngineConfig, checkpoint: Checkpoint) -> WorkerFacts:
         "drafter_hash": draft_head_hash(Path(config.draft_head)) if tree.speculates and config.draft_head else "none",
     }
     pool_len = config.num_pages * config.page_size
-    return WorkerFacts(checkpoint.card, min(model.context_length, pool_len), fingerprint, config.num_stages)
+    head = read_draft_head_config(Path(config.draft_head)) if config.draft_head else None
+    memory = plan_memory(config, model, head)
+    as_decode = plan_memory(msgspec.structs.replace(config, role=Role.DECODE), model, head)
+    return WorkerFacts(
+        checkpoint.card,
+        min(model.context_length, pool_len),
+        fingerprint,
+        config.num_stages,
+        memory,
+        as_decode.pool_bytes - memory.pool_bytes,
+    )
 
 
 def draft_head_hash(folder: Path) -> str:

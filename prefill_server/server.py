@@ -19,7 +19,7 @@ from graftline.worker.config import WorkerConfig
 from graftline.worker.engine import RunningEngine
 from graftline.worker.facts import fingerprint_message, model_limits, stage_layouts
 from graftline.worker.host import WorkerHost
-from graftline.worker.metrics import ServiceMetrics
+from graftline.worker.metrics import PrefillMetrics
 from graftline.worker.stage_main import stage_command
 from graftline.worker.transfer import PortFactory
 
@@ -90,7 +90,7 @@ async def running_prefill(config: PrefillConfig, start: PrefillStarter = start_e
             limits=model_limits(engine.facts),
             eos_token_ids=frozenset(engine.facts.card.eos_token_ids),
             settings=config.service,
-            metrics=ServiceMetrics(host.metrics, ProcessRole.PREFILL),
+            metrics=PrefillMetrics(host.metrics),
         )
         host.rpc.add(add_PrefillServiceServicer_to_server, service, SERVICE_NAME)
         async with host.serving(service):

@@ -30,7 +30,7 @@ from graftline.prefill_server.settings import ServiceSettings
 from graftline.proto.status import rpc_border
 from graftline.proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from graftline.proto.validation import ModelLimits, check_prefill_start
-from graftline.worker.metrics import ServiceMetrics
+from graftline.worker.metrics import PrefillMetrics
 from graftline.worker.translate import (
     handoff_message,
     logprob_message,
@@ -85,7 +85,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         limits: ModelLimits,
         eos_token_ids: frozenset[int],
         settings: ServiceSettings,
-        metrics: ServiceMetrics,
+        metrics: PrefillMetrics,
     ) -> None:
         self.identity = identity
         self._engine = engine
@@ -234,6 +234,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             self._metrics.ended(driver.outcome, driver.age_s)
             if driver.first_token_s is not None:
                 self._metrics.first_token(driver.first_token_s)
+                if driver.outcome == "finished":
+                    self._metrics.handed_over(driver.age_s - driver.first_token_s)
         if not self._open:
             self._idle.set()
 

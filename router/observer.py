@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from prometheus_client import Counter
 
@@ -13,7 +14,9 @@ from graftline.metrics import (
     END_TO_END,
     FIRST_ROUND_ACCEPTED,
     FIRST_ROUND_DRAFTED,
+    FIRST_ROUNDS,
     INTER_TOKEN,
+    OBJECTIVE,
     PROMPT_TOKENS,
     REQUESTS_ENDED,
     REQUESTS_OPEN,
@@ -24,6 +27,7 @@ from graftline.metrics import (
     SPECULATION_ROUNDS,
     STREAMS_RESUMED,
     TIME_TO_FIRST_TOKEN,
+    WITHIN_OBJECTIVE,
     Metrics,
 )
 from graftline.proto.status import Leg
@@ -33,10 +37,31 @@ from graftline.proto.v1.router_pb2 import GenerateFinish
 _OUTCOMES = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
 
 
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a served request is wanted to keep to; requests that do are counted.
+
+    Attributes:
+        first_token_s: from the request's arrival to its first token.
+        per_token_s: mean of the tokens after it.
+    """
+
+    first_token_s: float = 1.0
+    per_token_s: float = 0.1
+
+    def met(self, first_token_s: float, rest_s: float, num_rest: int) -> bool:
+        """Whether a choice with `num_rest` tokens in the `rest_s` after its first kept to them."""
+        return first_token_s <= self.first_token_s and rest_s <= num_rest * self.per_token_s
+
+
 class ModelInstruments:
     """The instruments of one model, looked up once: a look-up by labels costs more than the count itself."""
 
-    def __init__(self, metrics: Metrics, model_id: str) -> None:
+    def __init__(self, metrics: Metrics, model_id: str, objectives: Objectives | None = None) -> None:
+        self.objectives = objectives or Objectives()
+        metrics.gauge(OBJECTIVE).labels("first_token").set(self.objectives.first_token_s)
+        metrics.gauge(OBJECTIVE).labels("per_token").set(self.objectives.per_token_s)
+        self.within_objective = metrics.counter(WITHIN_OBJECTIVE).labels(model_id)
         self._metrics = metrics
         self._model_id = model_id
         self.started = metrics.counter(REQUESTS_STARTED).labels(model_id)
@@ -53,7 +78,7 @@ class ModelInstruments:
         self.inter_token = metrics.histogram(INTER_TOKEN).labels(model_id)
         self.end_to_end = metrics.histogram(END_TO_END).labels(model_id)
         self._ended: dict[str, Counter] = {}
-        self._first_round: dict[int, tuple[Counter, Counter]] = {}
+        self._first_round: dict[int, tuple[Counter, Counter, Counter]] = {}
 
     def ended(self, outcome: str) -> Counter:
         """Requests that ended so."""
@@ -62,12 +87,13 @@ class ModelInstruments:
             counter = self._ended[outcome] = self._metrics.counter(REQUESTS_ENDED).labels(self._model_id, outcome)
         return counter
 
-    def first_round(self, origin: int) -> tuple[Counter, Counter]:
-        """Drafted and accepted tokens of first rounds from trees of this origin."""
+    def first_round(self, origin: int) -> tuple[Counter, Counter, Counter]:
+        """First rounds from trees of this origin, their drafted and their accepted tokens."""
         pair = self._first_round.get(origin)
         if pair is None:
             name = TreeOrigin.Name(origin).removeprefix("TREE_ORIGIN_").lower()  # type: ignore[arg-type]
             pair = self._first_round[origin] = (
+                self._metrics.counter(FIRST_ROUNDS).labels(self._model_id, name),
                 self._metrics.counter(FIRST_ROUND_DRAFTED).labels(self._model_id, name),
                 self._metrics.counter(FIRST_ROUND_ACCEPTED).labels(self._model_id, name),
             )
@@ -76,6 +102,14 @@ class ModelInstruments:
     def attempt_failed(self, leg: Leg, error: GraftlineError) -> None:
         """An attempt failed."""
         self._metrics.counter(ATTEMPTS_FAILED).labels(leg.value, type(error).__name__).inc()
+
+
+@dataclass(slots=True)
+class _Pace:
+    """When a choice's first token came, and how many have come in all."""
+
+    first_at: float
+    num_tokens: int
 
 
 class RequestObserver:
@@ -89,6 +123,7 @@ class RequestObserver:
         self._clock = clock
         self._last_token_at: dict[int, float] = {}
         self._last_attempt: dict[int, int] = {}
+        self._paces: dict[int, _Pace] = {}
         self._outcome = "cancelled"
         instruments.started.inc()
         instruments.open.inc()
@@ -101,11 +136,14 @@ class RequestObserver:
         last_at = self._last_token_at.get(choice)
         if last_at is None:
             instruments.time_to_first_token.observe(now - self._received_at)
+            self._paces[choice] = _Pace(now, num_tokens)
         elif attempt == self._last_attempt[choice]:
             instruments.inter_token.observe((now - last_at) / num_tokens)
         else:
             instruments.resumed.inc()
             instruments.resume_gap.observe(now - last_at)
+        if last_at is not None:
+            self._paces[choice].num_tokens += num_tokens
         self._last_token_at[choice] = now
         self._last_attempt[choice] = attempt
 
@@ -122,7 +160,8 @@ class RequestObserver:
             instruments.rounds.inc(stats.rounds)
             instruments.drafted.inc(stats.drafted)
             instruments.accepted.inc(stats.accepted)
-            drafted, accepted = instruments.first_round(stats.tree_origin)
+            first_rounds, drafted, accepted = instruments.first_round(stats.tree_origin)
+            first_rounds.inc()
             drafted.inc(stats.first_round_drafted)
             accepted.inc(stats.first_round_accepted)
         self._outcome = _OUTCOMES.get(finish.reason, "stop")
@@ -138,3 +177,10 @@ class RequestObserver:
         instruments.open.dec()
         instruments.end_to_end.observe(self._clock() - self._received_at)
         instruments.ended(self._outcome).inc()
+        if self._outcome in _OUTCOMES.values() and all(map(self._kept_pace, self._paces)):
+            instruments.within_objective.inc()
+
+    def _kept_pace(self, choice: int) -> bool:
+        pace = self._paces[choice]
+        rest_s = self._last_token_at[choice] - pace.first_at
+        return self._instruments.objectives.met(pace.first_at - self._received_at, rest_s, pace.num_tokens - 1)

@@ -1,21 +1,55 @@
 """Options that several commands share."""
 
+import os
+import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from graftline.errors import InvalidRequestError
+from graftline.proto.address import advertised_address, parse_address
 from graftline.proto.channel import Access, ClientTls
 from graftline.proto.server import ServerTls
 
 _NETWORK = "Network"
+AUTO = "auto"
+TOKEN_FILE_VARIABLE = "GRAFTLINE_TOKEN_FILE"
+
+
+def token_or_file(token: str | None) -> str | None:
+    """The token given, else what the file named by GRAFTLINE_TOKEN_FILE holds: secrets of containers are files.
+
+    Raises:
+        typer.BadParameter: the file cannot be read or is empty.
+    """
+    path = os.environ.get(TOKEN_FILE_VARIABLE)
+    if token is not None or not path:
+        return token
+    try:
+        found = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{TOKEN_FILE_VARIABLE}: {error}") from error
+    if not found:
+        raise typer.BadParameter(f"{TOKEN_FILE_VARIABLE}: {path} is empty")
+    return found
+
 
 Listen = Annotated[str, typer.Option(help="host:port of gRPC; port 0: any free one.", rich_help_panel=_NETWORK)]
-Advertise = Annotated[str | None, typer.Option(help="host or host:port that peers are told.", rich_help_panel=_NETWORK)]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        help="host or host:port that peers are told; auto: the address this host's name stands for.",
+        rich_help_panel=_NETWORK,
+    ),
+]
 Token = Annotated[
     str | None,
     typer.Option(
-        envvar="GRAFTLINE_TOKEN", help="Bearer token wanted of callers and shown to peers.", rich_help_panel=_NETWORK
+        envvar="GRAFTLINE_TOKEN",
+        callback=token_or_file,
+        help="Bearer token wanted of callers and shown to peers; GRAFTLINE_TOKEN_FILE names a file with it.",
+        rich_help_panel=_NETWORK,
     ),
 ]
 TlsCertificate = Annotated[Path | None, typer.Option(help="PEM: own certificate.", rich_help_panel=_NETWORK)]
@@ -27,6 +61,36 @@ TlsCa = Annotated[
 DrainGrace = Annotated[
     float, typer.Option(min=0, help="Seconds for open requests after SIGTERM.", rich_help_panel=_NETWORK)
 ]
+
+
+def settled_advertise(advertise: str | None) -> str | None:
+    """What peers are told, "auto" settled: containers and pods know their address only once they run.
+
+    Raises:
+        InvalidRequestError: this host's name stands for no address.
+    """
+    if advertise != AUTO:
+        return advertise
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise InvalidRequestError("advertise", f"this host's name {name!r} has no address: {error}") from error
+
+
+def settled_transfer_host(transfer_host: str, listen: str, advertise: str | None) -> str:
+    """The host of a worker's transfer ports: by default the one that peers are told for gRPC.
+
+    Args:
+        advertise: as `settled_advertise` gives it.
+
+    Raises:
+        InvalidRequestError: it would be a wildcard.
+    """
+    if transfer_host:
+        return transfer_host
+    host, _ = parse_address(advertised_address(listen, 1, advertise), field="advertise")
+    return host.strip("[]")
 
 
 def server_tls(certificate: Path | None, key: Path | None, authority: Path | None) -> ServerTls | None:

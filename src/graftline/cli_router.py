@@ -55,7 +55,7 @@ def router(
     config = RouterConfig(
         listen=listen,
         http_listen=http_listen or None,
-        advertise=advertise,
+        advertise=shared.settled_advertise(advertise),
         workers=WorkerLists(tuple(prefill or ()), tuple(decode or ())),
         workers_file=workers_file,
         policy=policy,

@@ -71,7 +71,7 @@ ENGINE_OPTIONS = (
 WORKER_OPTIONS = (
     Option("metrics_listen", str, "host:port of Prometheus metrics; empty: none.", _NETWORK, default=""),
     Option("transport", TransportName, "How KV moves.", _NETWORK, default=TransportName.MOONCAKE),
-    Option("transfer_host", str, "Host or address of this machine's transfer ports.", _NETWORK, default="127.0.0.1"),
+    Option("transfer_host", str, "Host of the transfer ports; by default the one advertised.", _NETWORK, default=""),
     Option("stall_timeout_s", float, "A write without progress for so long has failed.", _NETWORK, 1, default=10.0),
     Option("order_timeout_s", float, "The last byte of a write must arrive by then.", _NETWORK, 1, default=30.0),
     Option("start_timeout_s", float, "Seconds for all stages to be ready.", _NETWORK, 1, default=300.0),
@@ -169,13 +169,14 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
 
 def worker_config(given: dict[str, Any]) -> WorkerConfig:
     """The surroundings that the options describe."""
+    advertise = shared.settled_advertise(given["advertise"])
     return WorkerConfig(
         listen=given["listen"],
-        advertise=given["advertise"],
+        advertise=advertise,
         metrics_listen=given["metrics_listen"] or None,
         transfer=TransferConfig(
             transport=given["transport"],
-            host=given["transfer_host"],
+            host=shared.settled_transfer_host(given["transfer_host"], given["listen"], advertise),
             stall_timeout_s=given["stall_timeout_s"],
             order_timeout_s=given["order_timeout_s"],
         ),

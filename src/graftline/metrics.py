@@ -39,6 +39,7 @@ class Metric:
     """A row of the table.
 
     Attributes:
+        labels: their values come from bounded sets.
         at_scrape: read from its owner at every scrape, by a collector; it has no instrument.
     """
 
@@ -96,6 +97,12 @@ SPECULATION_DRAFTED = _router(
 SPECULATION_ACCEPTED = _router(
     "speculation_accepted_tokens_total", Kind.COUNTER, "Draft tokens accepted for finished choices.", ("model",)
 )
+FIRST_ROUNDS = _router(
+    "first_rounds_total",
+    Kind.COUNTER,
+    "Finished choices that had a verify round, by origin of their first tree: real or root_only.",
+    ("model", "tree_origin"),
+)
 FIRST_ROUND_DRAFTED = _router(
     "first_round_drafted_tokens_total",
     Kind.COUNTER,
@@ -107,6 +114,15 @@ FIRST_ROUND_ACCEPTED = _router(
     Kind.COUNTER,
     "Draft tokens accepted in first rounds, by origin of the tree.",
     ("model", "tree_origin"),
+)
+WITHIN_OBJECTIVE = _router(
+    "requests_within_objective_total",
+    Kind.COUNTER,
+    "Finished requests whose first token, and whose mean time for each token after it, came within the objectives.",
+    ("model",),
+)
+OBJECTIVE = _router(
+    "objective_seconds", Kind.GAUGE, "The objectives: first_token, and per_token for those after it.", ("objective",)
 )
 TOKENIZE = _router("tokenize_seconds", Kind.HISTOGRAM, "Prompt to token ids.", (), LATENCY_BUCKETS_S)
 TIME_TO_FIRST_TOKEN = _router(
@@ -147,8 +163,11 @@ ROUTER_METRICS = (
     SPECULATION_ROUNDS,
     SPECULATION_DRAFTED,
     SPECULATION_ACCEPTED,
+    FIRST_ROUNDS,
     FIRST_ROUND_DRAFTED,
     FIRST_ROUND_ACCEPTED,
+    WITHIN_OBJECTIVE,
+    OBJECTIVE,
     TOKENIZE,
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN,
@@ -202,6 +221,27 @@ WORKER_STAGE_BUSY = _engine(
     "worker_stage_busy_seconds_total", Kind.COUNTER, "Seconds a stage computed.", ("role", "stage")
 )
 WORKER_STAGE_STEPS = _engine("worker_stage_steps_total", Kind.COUNTER, "Steps a stage computed.", ("role", "stage"))
+WORKER_PLANNED_BYTES = _engine(
+    "worker_planned_bytes",
+    Kind.GAUGE,
+    "Bytes of the memory plan, by stage and part: weights, and the pools the plan names.",
+    ("role", "stage", "part"),
+)
+WORKER_RESIDENT_BYTES = _engine(
+    "worker_stage_resident_bytes",
+    Kind.GAUGE,
+    "Main memory of a stage's process; stages that are threads of one process all show the whole.",
+    ("role", "stage"),
+)
+WORKER_DEVICE_BYTES = _engine(
+    "worker_stage_device_bytes", Kind.GAUGE, "GPU memory held by a stage's process; 0 on CPU.", ("role", "stage")
+)
+WORKER_SKIPPED_BYTES = _engine(
+    "worker_skipped_bytes",
+    Kind.GAUGE,
+    "Bytes that a decode with the same settings would plan on top: a prefill never verifies.",
+    ("role",),
+)
 WORKER_STARTED = _service("worker_requests_started_total", Kind.COUNTER, "Requests taken.", ("role",))
 WORKER_ENDED = _service(
     "worker_requests_ended_total",
@@ -236,6 +276,14 @@ PREFILL_SEND_TIME = _engine(
 PREFILL_SENDS = _engine("prefill_sends_total", Kind.COUNTER, "Write orders answered by a stage.", (), _PREFILL)
 PREFILL_FAILED_SENDS = _engine(
     "prefill_failed_sends_total", Kind.COUNTER, "Write orders that failed while their request was wanted.", (), _PREFILL
+)
+PREFILL_HANDOFF_TAIL = _service(
+    "prefill_handoff_tail_seconds",
+    Kind.HISTOGRAM,
+    "First token to the last acknowledged write of finished handoffs: what computing did not hide.",
+    (),
+    LATENCY_BUCKETS_S,
+    _PREFILL,
 )
 
 DECODE_ROUNDS = _engine("decode_rounds_total", Kind.COUNTER, "Rounds of microbatches.", (), _DECODE)
@@ -282,6 +330,10 @@ WORKER_METRICS = (
     WORKER_SLOTS,
     WORKER_STAGE_BUSY,
     WORKER_STAGE_STEPS,
+    WORKER_PLANNED_BYTES,
+    WORKER_RESIDENT_BYTES,
+    WORKER_DEVICE_BYTES,
+    WORKER_SKIPPED_BYTES,
     WORKER_STARTED,
     WORKER_ENDED,
     WORKER_REQUEST_TIME,
@@ -293,6 +345,7 @@ WORKER_METRICS = (
     PREFILL_SEND_TIME,
     PREFILL_SENDS,
     PREFILL_FAILED_SENDS,
+    PREFILL_HANDOFF_TAIL,
     DECODE_ROUNDS,
     DECODE_REQUEST_ROUNDS,
     DECODE_OUTPUT_TOKENS,

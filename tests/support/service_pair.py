@@ -20,7 +20,7 @@ from graftline.proto.channel import ANONYMOUS, open_channel
 from graftline.proto.server import RpcServer
 from graftline.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from graftline.proto.validation import ModelLimits
-from graftline.worker.metrics import DecodeMetrics, ServiceMetrics
+from graftline.worker.metrics import DecodeMetrics, PrefillMetrics
 
 EOS = 2
 LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, context_length=128)
@@ -134,7 +134,7 @@ async def prefill_side(
         limits=limits,
         eos_token_ids=frozenset({EOS}),
         settings=settings,
-        metrics=ServiceMetrics(Metrics(ProcessRole.PREFILL), ProcessRole.PREFILL),
+        metrics=PrefillMetrics(Metrics(ProcessRole.PREFILL)),
     )
     server.add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, service, "graftline.v1.PrefillService")
     await server.start()

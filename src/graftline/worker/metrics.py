@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -10,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from graftline import metrics as table
+from graftline.engine.memory_plan import MemoryPlan
 from graftline.engine.plan import StageAlive
 from graftline.engine.service_api import EngineLoad
 from graftline.errors import PeerUnavailableError
@@ -54,12 +56,16 @@ class EngineCollector(Collector):
         stage_load: Callable[[], Sequence[StageAlive]],
         totals: object,
         num_open: Callable[[], int],
+        memory: MemoryPlan | None = None,
+        skipped_bytes: int = 0,
     ) -> None:
         self._role = role
         self._load = load
         self._stage_load = stage_load
         self._totals = totals
         self._num_open = num_open
+        self._memory = memory
+        self._skipped_bytes = skipped_bytes
 
     def collect(self) -> Iterator[Family]:
         """Every row that is read at a scrape."""
@@ -77,8 +83,29 @@ class EngineCollector(Collector):
         stages = self._stage_load()
         yield _family(table.WORKER_STAGE_BUSY, [((role, str(stage.stage)), stage.busy_s) for stage in stages])
         yield _family(table.WORKER_STAGE_STEPS, [((role, str(stage.stage)), stage.steps) for stage in stages])
+        yield _family(table.WORKER_RESIDENT_BYTES, [((role, str(s.stage)), s.resident_bytes) for s in stages])
+        yield _family(table.WORKER_DEVICE_BYTES, [((role, str(s.stage)), s.device_bytes) for s in stages])
+        yield from self._plan()
         for field, metric in TOTALS[self._role].items():
             yield _family(metric, [((), getattr(self._totals, field))])
+
+    def _plan(self) -> Iterator[Family]:
+        if self._memory is None:
+            return
+        role = self._role.value
+        parts = [((role, *where), num_bytes) for where, num_bytes in planned_bytes(self._memory).items()]
+        yield _family(table.WORKER_PLANNED_BYTES, parts)
+        yield _family(table.WORKER_SKIPPED_BYTES, [((role,), self._skipped_bytes)])
+
+
+def planned_bytes(memory: MemoryPlan) -> dict[tuple[str, str], int]:
+    """Bytes of every part of every stage, keyed by (stage, part): whatever byte fields the plan of a stage has."""
+    return {
+        (str(stage.stage), field.name.removesuffix("_bytes")): getattr(stage, field.name)
+        for stage in memory.stages
+        for field in fields(stage)
+        if field.name.endswith("_bytes")
+    }
 
 
 def _family(metric: Metric, samples: Samples) -> Family:
@@ -111,6 +138,18 @@ class ServiceMetrics:
         """It ended."""
         self._ended.labels(self._role, outcome).inc()
         self._request_time.labels(self._role).observe(seconds)
+
+
+class PrefillMetrics(ServiceMetrics):
+    """What a prefill's service observes besides."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__(metrics, ProcessRole.PREFILL)
+        self._tail = metrics.histogram(table.PREFILL_HANDOFF_TAIL)
+
+    def handed_over(self, tail_s: float) -> None:
+        """A handoff finished `tail_s` after its first token."""
+        self._tail.observe(tail_s)
 
 
 class DecodeMetrics(ServiceMetrics):
