@@ -8,14 +8,18 @@ from pathlib import Path
 
 from graftline.client import AsyncClient, Choice
 from graftline.decode_server.server import Decode, DecodeConfig, running_decode
+from graftline.decode_server.settings import ServiceSettings
 from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.engine.request import Sampling
 from graftline.engine.tree_shape import TreeShape
 from graftline.kv_transfer.in_process import InProcessHub
 from graftline.prefill_server.server import Prefill, PrefillConfig, running_prefill
-from graftline.router.config import RouterConfig, WorkerLists
+from graftline.router.config import HealthConfig, RouterConfig, WorkerLists
 from graftline.router.server import Router, running_router
 from graftline.worker.config import TransferConfig, TransportName, WorkerConfig
+
+# A crowded machine must not look like a hung peer: what is tested here is not how fast hangs are noticed.
+PATIENT = ServiceSettings(pair_timeout_s=30.0, peer_silence_s=30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +135,12 @@ async def running_system(spec: SystemSpec) -> AsyncIterator[System]:
             running_prefill(PrefillConfig(spec.engine(Role.PREFILL, spec.prefill_split), worker, hub=hub))
         )
         decode = await stack.enter_async_context(
-            running_decode(DecodeConfig(spec.engine(Role.DECODE, spec.decode_split), worker, hub=hub))
+            running_decode(DecodeConfig(spec.engine(Role.DECODE, spec.decode_split), worker, PATIENT, hub))
         )
         lists = WorkerLists(prefill=(prefill.address,), decode=(decode.address,))
-        router = await stack.enter_async_context(running_router(RouterConfig(workers=lists, drain_grace_s=5.0)))
+        router = await stack.enter_async_context(
+            running_router(RouterConfig(workers=lists, health=HealthConfig(hang_timeout_s=30.0), drain_grace_s=5.0))
+        )
         await router.wait_until_usable(30)
         client = await stack.enter_async_context(AsyncClient(router.address))
         system = System(client, router, prefill, decode)

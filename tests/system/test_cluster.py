@@ -4,15 +4,15 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 
 import psutil
 import pytest
 import pytest_asyncio
+from eventually import eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_world import TinyWorld, prompt
 
@@ -52,13 +52,6 @@ async def answer(cluster: Cluster, token_ids: list[int], timeout_s: float = 60.0
     async with AsyncClient(cluster.router_address, timeout_s=timeout_s) as client:
         completion = await client.complete(token_ids, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
         return list(completion.token_ids)
-
-
-async def eventually(check: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + NOTICE_S
-    while not await asyncio.to_thread(check):
-        assert time.monotonic() < deadline_s, f"not in {NOTICE_S} s: {what}"
-        await asyncio.sleep(0.05)
 
 
 def gauges(address: str | None) -> dict[str, float]:
