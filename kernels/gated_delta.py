@@ -231,19 +231,13 @@ def _check(
     node_states: Tensor | None,
 ) -> None:
     value_heads, key_dim, value_dim = states.shape[1:]
-    key_heads = k.shape[1]
-    if (
-        k.shape != (rows.num_rows, key_heads, key_dim)
-        or value_heads % key_heads
-        or v.shape[1] != value_heads * value_dim
-    ):
-        raise ValueError(f"k {tuple(k.shape)} for {rows.num_rows} rows of {tuple(states.shape)}")
-    if (
-        v.shape != (rows.num_rows, value_heads * value_dim)
-        or decay.shape != (rows.num_rows, value_heads)
-        or beta.shape != decay.shape
-    ):
-        raise ValueError(f"decay {tuple(decay.shape)}, beta {tuple(beta.shape)} for {rows.num_rows} rows")
+    num_rows, key_heads = rows.num_rows, k.shape[1]
+    if k.shape != (num_rows, key_heads, key_dim) or value_heads % key_heads:
+        raise ValueError(f"k {tuple(k.shape)} for {num_rows} rows of {tuple(states.shape)}")
+    if v.shape != (num_rows, value_heads * value_dim):
+        raise ValueError(f"v {tuple(v.shape)} for {num_rows} rows of {tuple(states.shape)}")
+    if decay.shape != (num_rows, value_heads) or beta.shape != decay.shape:
+        raise ValueError(f"decay {tuple(decay.shape)}, beta {tuple(beta.shape)} for {num_rows} rows")
     if q is not None and (q.shape != k.shape or not q.is_contiguous() or q.dtype != torch.float32):
         raise ValueError(f"q: {q.dtype} {tuple(q.shape)}, contiguous float32 {tuple(k.shape)} is wanted")
     for name, part in (("k", k), ("decay", decay), ("beta", beta)):

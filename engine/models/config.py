@@ -1,4 +1,4 @@
-"""What a dense model looks like, read from a Hugging Face directory.
+"""What a model looks like, read from a Hugging Face directory.
 
 The only place that reads `config.json` and `generation_config.json`; everything else sees a `ModelConfig`.
 """
@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from graftline.engine.models.hybrid_config import Hybrid, LayerKind, hybrid_from_dict
 from graftline.engine.models.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -22,12 +23,13 @@ from graftline.errors import InvalidRequestError
 
 
 class Family(Enum):
-    """Model families served by `DenseModel`; the value is Hugging Face's `model_type`."""
+    """Model families; the value is Hugging Face's `model_type`. All but Qwen3-Next are dense."""
 
     LLAMA = "llama"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     MISTRAL = "mistral"
+    QWEN3_NEXT = "qwen3_next"
 
 
 ARCHITECTURES: Mapping[str, Family] = {
@@ -35,15 +37,17 @@ ARCHITECTURES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": Family.QWEN2,
     "Qwen3ForCausalLM": Family.QWEN3,
     "MistralForCausalLM": Family.MISTRAL,
+    "Qwen3NextForCausalLM": Family.QWEN3_NEXT,
 }
+DENSE_FAMILIES = tuple(family for family in Family if family is not Family.QWEN3_NEXT)
 # What Hugging Face takes when `head_dim` is not in the file (None: hidden_size / num_heads).
-_DEFAULT_HEAD_DIM: Mapping[Family, int | None] = {Family.QWEN3: 128}
+_DEFAULT_HEAD_DIM: Mapping[Family, int | None] = {Family.QWEN3: 128, Family.QWEN3_NEXT: 256}
 _MISTRAL_WINDOW = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shapes and constants of one dense decoder-only model.
+    """Shapes and constants of one decoder-only model.
 
     Attributes:
         context_length: longest prompt plus output in tokens, at most `sliding_window` where a model has one:
@@ -54,6 +58,7 @@ class ModelConfig:
         eos_token_ids: union of what `config.json` and `generation_config.json` name, in that order.
         bos_token_id: the beginning-of-sequence token, if the model knows one (not: whether prompts get it).
         sliding_window: the window in tokens that limited `context_length`, or None.
+        hybrid: what it has beyond a dense model, or None.
     """
 
     family: Family
@@ -74,6 +79,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     sliding_window: int | None = None
+    hybrid: Hybrid | None = None
 
     def __post_init__(self) -> None:
         counts = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -97,6 +103,22 @@ class ModelConfig:
         """Rows of the k (or v) projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that RoPE turns."""
+        return self.head_dim if self.hybrid is None else self.hybrid.rotary_dim
+
+    def attention_layers(self, layers: range) -> tuple[int, ...]:
+        """Those of `layers` that keep KV."""
+        return tuple(layer for layer in layers if self._kind(layer) is LayerKind.FULL)
+
+    def linear_layers(self, layers: range) -> tuple[int, ...]:
+        """Those of `layers` that keep recurrent state."""
+        return tuple(layer for layer in layers if self._kind(layer) is LayerKind.LINEAR)
+
+    def _kind(self, layer: int) -> LayerKind:
+        return LayerKind.FULL if self.hybrid is None else self.hybrid.layer_kinds[layer]
+
 
 def read_config(path: Path) -> ModelConfig:
     """Reads `config.json` (and `generation_config.json` if there) of the Hugging Face directory `path`.
@@ -117,7 +139,10 @@ def config_from_dict(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     _refuse_unknown_features(raw)
     hidden_size = _integer(raw, "hidden_size")
     num_heads = _integer(raw, "num_attention_heads")
-    head_dim = raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(family) or hidden_size // num_heads
+    head_dim = int(raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(family) or hidden_size // num_heads)
+    hybrid = None
+    if family is Family.QWEN3_NEXT:
+        raw, hybrid = _whole_rotation(raw), hybrid_from_dict(raw, head_dim)
     window = _sliding_window(raw, family)
     context_length = _integer(raw, "max_position_embeddings")
     bias_is_chosen = family in (Family.LLAMA, Family.QWEN3) and bool(raw.get("attention_bias"))
@@ -128,18 +153,19 @@ def config_from_dict(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> M
         intermediate_size=_integer(raw, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         vocab_size=_integer(raw, "vocab_size"),
         context_length=context_length if window is None else min(context_length, window),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=rope_from_dict(raw, context_length),
         attention_bias=family is Family.QWEN2 or bias_is_chosen,
         output_bias=bias_is_chosen,
-        qk_norm=family is Family.QWEN3,
+        qk_norm=family in (Family.QWEN3, Family.QWEN3_NEXT),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         eos_token_ids=_eos_ids(raw, generation),
         bos_token_id=_optional_integer(raw, "bos_token_id"),
         sliding_window=window if window is not None and window < context_length else None,
+        hybrid=hybrid,
     )
 
 
@@ -180,6 +206,18 @@ def _refuse_unknown_features(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise InvalidRequestError("quantization_config", f"{method!r} weights are not supported; use GGUF")
+
+
+def _whole_rotation(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same without the part of a head that is rotated, which a hybrid config keeps elsewhere."""
+    if raw.get("attention_bias"):
+        raise InvalidRequestError("attention_bias", "True is not supported for this family")
+    rope = {
+        name: {key: value for key, value in raw[name].items() if key != "partial_rotary_factor"}
+        for name in ("rope_scaling", "rope_parameters")
+        if raw.get(name)
+    }
+    return {**{name: value for name, value in raw.items() if name != "partial_rotary_factor"}, **rope}
 
 
 def _sliding_window(raw: Mapping[str, Any], family: Family) -> int | None:

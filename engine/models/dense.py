@@ -6,7 +6,6 @@ Knows no requests and no stages: what a forward needs is in its arguments. On CP
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from graftline.engine.models.checkpoint import Checkpoint
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.rope import rope_tables
+from graftline.engine.models.target_model import KvViews, StateViews
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
@@ -23,13 +23,6 @@ from graftline.kernels.norm import rms_norm
 
 # Draft nodes may stand past the context's end before they are cut; their rotations must exist.
 _POSITIONS_PAST_CONTEXT = 256
-
-
-class KvViews(Protocol):
-    """The KV memory of a stage's layers; it stays where it is as long as the object lives."""
-
-    def layer_kv(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a global layer: two of [num_pages, page_size, num_kv_heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,12 @@ class DenseModel:
         return unpack_rows(self._embedding, token_ids)
 
     def run_layers(
-        self, hidden: Tensor, batch: AttentionBatch, kv: KvViews, capture: Sequence[int] = ()
+        self,
+        hidden: Tensor,
+        batch: AttentionBatch,
+        kv: KvViews,
+        capture: Sequence[int] = (),
+        states: StateViews | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Runs this stage's layers and writes their KV.
 
@@ -109,6 +107,7 @@ class DenseModel:
             hidden: [rows, hidden] residual stream before the first of them; not changed.
             capture: features wanted: n is the residual stream after n decoder layers. Those of other stages are
                 passed over: this one gives layers.start < n <= layers.stop, and 0 (the embedding) if it starts there.
+            states: none, for a dense model.
 
         Returns:
             ([rows, hidden] residual stream after the last layer, feature by n, each [rows, hidden]).

@@ -54,10 +54,7 @@ def write_tiny_model(
     path.mkdir(parents=True, exist_ok=True)
     config = _config(layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, context, family, tie)
     _write_json(path / "config.json", config)
-    _write_json(path / "generation_config.json", {"eos_token_id": vocab - 1})
-    _write_json(path / "tokenizer.json", _tokenizer(vocab))
-    names = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[2], "chat_template": CHAT_TEMPLATE}
-    _write_json(path / "tokenizer_config.json", names)
+    write_tiny_card(path, vocab)
     weights = _Weights(seed, scale)
     weights.add_top(vocab, hidden, tie)
     for layer in range(layers):
@@ -68,6 +65,14 @@ def write_tiny_model(
             weights.add_head_norms(layer, head_dim)
     save_file(weights.tensors, path / "model.safetensors")
     return path
+
+
+def write_tiny_card(path: Path, vocab: int) -> None:
+    """Writes a tokenizer of `vocab` tokens, a chat template and the end-of-sequence id into the directory `path`."""
+    _write_json(path / "generation_config.json", {"eos_token_id": vocab - 1})
+    _write_json(path / "tokenizer.json", _tokenizer(vocab))
+    names = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[2], "chat_template": CHAT_TEMPLATE}
+    _write_json(path / "tokenizer_config.json", names)
 
 
 class _Weights:

@@ -1,0 +1,191 @@
+"""The layers of a Qwen3-Next model that one stage owns: gated delta nets, gated attention, mixtures of experts.
+
+Sources: Qwen3-Next as published with its weights; Gated Delta Networks (Yang et al. 2024). On CPU activations are
+float32 and `dtype` is what weights, KV and conv windows are stored in; the recurrent state is always float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftline.engine.models.checkpoint import Checkpoint
+from graftline.engine.models.config import ModelConfig
+from graftline.engine.models.hybrid_config import LinearShape
+from graftline.engine.models.qwen3_next_weights import AttentionWeights, BlockWeights, DeltaWeights, Qwen3NextLoader
+from graftline.engine.models.rope import rope_tables
+from graftline.engine.models.target_model import KvViews, StateViews
+from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.causal_conv import causal_conv
+from graftline.kernels.gated_delta import delta_inputs, gated_delta, gated_rms_norm
+from graftline.kernels.gating import sigmoid_mul
+from graftline.kernels.kv_write import write_kv
+from graftline.kernels.linear import linear, unpack_rows
+from graftline.kernels.norm import add_rms_norm, rms_norm
+from graftline.kernels.rope import rope_
+
+# Draft nodes may stand past the context's end before they are cut; their rotations must exist.
+POSITIONS_PAST_CONTEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Rotations:
+    """cos and sin of every position, [positions, rotary_dim / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotations(config: ModelConfig, device: torch.device) -> Rotations:
+    """The tables of a model."""
+    cos, sin = rope_tables(config.rope, config.rotary_dim, config.context_length + POSITIONS_PAST_CONTEXT)
+    return Rotations(cos.to(device), sin.to(device))
+
+
+class Qwen3NextModel:
+    """Decoder layers `layers` of a model and, where asked for, its embedding and its output head.
+
+    See `graftline.engine.models.target_model.TargetModel`.
+
+    Args:
+        layers: contiguous global layer ids; may be empty.
+        dtype: float32 or bfloat16.
+        with_embedding: hold the token embedding.
+        with_head: hold the final norm and the output head.
+
+    Raises:
+        InvalidRequestError: the checkpoint lacks a tensor, or one is not shaped as the config says.
+        ValueError: layers that the model does not have.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layers: range,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        with_embedding: bool = True,
+        with_head: bool = True,
+    ) -> None:
+        config = checkpoint.config
+        assert config.hybrid is not None, "a dense model"
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
+            raise ValueError(f"{layers} of a model with {config.num_layers} layers")
+        self.config: ModelConfig = config
+        self.layers = layers
+        self.dtype = dtype
+        self.device = torch.device(device)
+        activations = torch.float32 if self.device.type == "cpu" else dtype
+        loader = Qwen3NextLoader(checkpoint, dtype, activations, self.device)
+        self._embedding, self._head = loader.top(with_embedding, with_head)
+        self._norm = loader.norm("model.norm", config.hidden_size) if with_head else None
+        self._rotations = rotations(config, self.device)
+        self._linear = config.hybrid.linear
+        self._blocks = {layer: loader.layer(layer) for layer in layers}
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See `TargetModel`."""
+        assert self._embedding is not None, "this stage was loaded without the embedding"
+        return unpack_rows(self._embedding, token_ids)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        batch: AttentionBatch,
+        kv: KvViews,
+        capture: Sequence[int] = (),
+        states: StateViews | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `TargetModel`."""
+        features = {0: hidden} if self.layers.start == 0 and 0 in capture else {}
+        for layer, block in self._blocks.items():
+            normed = rms_norm(hidden, block.input_norm, self.config.rms_norm_eps)
+            if isinstance(block.mixer, AttentionWeights):
+                mixed = run_attention(self.config, block.mixer, normed, batch, kv.layer_kv(layer), self._rotations)
+            else:
+                assert states is not None, "a hybrid model without its states"
+                mixed = run_delta(self._linear, block.mixer, normed, layer, states, self.config.rms_norm_eps)
+            hidden = run_feed_forward(block, mixed, hidden, self.config.rms_norm_eps)
+            if layer + 1 in capture:
+                features[layer + 1] = hidden
+        return hidden, features
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `TargetModel`."""
+        assert self._norm is not None, "this stage was loaded without the head"
+        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """See `TargetModel`."""
+        assert self._head is not None, "this stage was loaded without the head"
+        return linear(normed, self._head).float()
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """See `TargetModel`."""
+        assert self._head is not None, "this stage was loaded without the head"
+        return unpack_rows(self._head, token_ids)
+
+
+def run_attention(
+    config: ModelConfig,
+    weights: AttentionWeights,
+    normed: Tensor,
+    batch: AttentionBatch,
+    pages: tuple[Tensor, Tensor],
+    turns: Rotations,
+    newest: Tensor | None = None,
+) -> Tensor:
+    """Gated attention of [rows, hidden]; writes the rows' KV.
+
+    Args:
+        newest: int64 rows of the batch that `normed` stands for; the others keep their KV and get no output. None: all.
+    """
+    k_pages, v_pages = pages
+    positions = batch.positions if newest is None else batch.positions[newest]
+    made = linear(normed, weights.inputs)
+    split = config.q_size + 2 * config.kv_size
+    heads = made[:, :split].view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+    q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+    q = rms_norm(q, weights.q_norm, config.rms_norm_eps)
+    k = rms_norm(k, weights.k_norm, config.rms_norm_eps)
+    rope_(q, k, positions, turns.cos, turns.sin)
+    scale = config.head_dim**-0.5
+    if newest is None:
+        write_kv(k, v, k_pages, v_pages, batch)
+        attended = paged_attention(q, k_pages, v_pages, batch, scale)
+    else:
+        slots = batch.slots()[newest]
+        page, offset = slots // batch.page_size, slots % batch.page_size
+        k_pages[page, offset] = k.to(k_pages.dtype)
+        v_pages[page, offset] = v.to(v_pages.dtype)
+        queries = q.new_zeros(batch.num_rows, *q.shape[1:])
+        queries[newest] = q
+        attended = paged_attention(queries, k_pages, v_pages, batch, scale)[newest]
+    return linear(sigmoid_mul(attended.flatten(1), made[:, split:]), weights.output)
+
+
+def run_delta(
+    shape: LinearShape, weights: DeltaWeights, normed: Tensor, layer: int, states: StateViews, eps: float
+) -> Tensor:
+    """A gated delta net over [rows, hidden]; moves the layer's states on."""
+    made = linear(normed, weights.inputs)
+    channels, values = shape.conv_channels, shape.value_size
+    x, z, gates = made[:, :channels], made[:, channels : channels + values], made[:, channels + values :]
+    mixed = causal_conv(x, weights.conv, states.windows(layer), states.rows, states.node_windows(layer))
+    q, k, decay, beta = delta_inputs(
+        mixed, gates, weights.decay_rate, weights.time_bias, shape.num_key_heads, shape.key_dim
+    )
+    v = mixed[:, 2 * shape.key_size :]
+    states.keep_inputs(layer, x, k, v, decay, beta)
+    out = gated_delta(q, k, v, decay, beta, states.states(layer), states.rows, states.node_states(layer))
+    assert out is not None
+    return linear(gated_rms_norm(out, z, weights.norm, eps), weights.output)
+
+
+def run_feed_forward(block: BlockWeights, mixed: Tensor, hidden: Tensor, eps: float) -> Tensor:
+    """What a layer ends with: [rows, hidden] of the mixer and the residual stream -> the residual stream."""
+    normed, hidden = add_rms_norm(mixed, hidden, block.post_norm, eps)
+    return hidden + block.feed_forward.run(normed)
