@@ -11,6 +11,8 @@ KEEPALIVE_TIMEOUT_MS = 3_000
 # Pings at least this far apart never count against a client.
 MIN_PING_INTERVAL_MS = 500
 MAX_PENDING_REQUESTS = 16_384
+# gRPC cancels calls that a busy server has not taken up after 30 s by default; their callers have deadlines.
+MAX_PENDING_S = 600
 RECONNECT_MIN_MS = 100
 RECONNECT_MAX_MS = 1_000
 # How long one attempt to connect may take; gRPC core names this the minimum back-off.
@@ -50,5 +52,6 @@ def server_options() -> ChannelOptions:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server.max_pending_requests", MAX_PENDING_REQUESTS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_REQUESTS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
         ("grpc.so_reuseport", 0),
     )
