@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from graftline.bench.compare import Contestant, Idle, Plan, measure, ratios, same_outputs
+from graftline.bench.compare import Contestant, Idle, Plan, measure, ratios, same_outputs, whole_rounds
 from graftline.bench.contestants import Clusters, NoClusters, make_contestants
 from graftline.bench.display import ProgressWatcher, show
 from graftline.bench.load import Concurrency, Load, PoissonRate
@@ -177,18 +177,29 @@ def run_bench(
 ) -> BenchResult:
     """Measures and puts the result together; progress goes to `console`.
 
+    An interrupt ends it early: what whole rounds there are become the result.
+
     Raises:
         GraftlineError: a variant could not be started.
+        KeyboardInterrupt: interrupted before the first round was whole.
     """
     started_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     total = len(contestants) * plan.rounds * len(plan.loads) * plan.num_requests
     with ProgressWatcher(console, total) as watcher:
-        runs = asyncio.run(measure(contestants, plan, prompts, watcher))
+        runs: list[Run] = []
+        method = plan.method
+        try:
+            asyncio.run(measure(contestants, plan, prompts, watcher, into=runs))
+        except KeyboardInterrupt:
+            runs = whole_rounds(runs, len(contestants), len(plan.loads))
+            if not runs:
+                raise
+            method += f"; interrupted, {runs[-1].round + 1} rounds were whole"
         several = len(contestants) > 1
         return BenchResult(
             command=command_line(),
             started_at=started_at,
-            method=plan.method,
+            method=method,
             machine=machine_facts(),
             workload=_workload(plan, prompts),
             variants=tuple(facts),

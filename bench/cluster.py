@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 
 from graftline.bench.target import RouterTarget, Target
@@ -36,9 +36,11 @@ class LocalClusters:
         return {**shown, "stages_in_all": str(spec.num_stages), "threads_in_all": str(_threads(spec))}
 
     @asynccontextmanager
-    async def open(self, settings: Mapping[str, str]) -> AsyncIterator[Target]:
+    async def open(self, name: str, settings: Mapping[str, str]) -> AsyncIterator[Target]:
         """See `Clusters`."""
         spec = with_settings(self._base, settings)
+        if spec.log_dir is not None:
+            spec = replace(spec, log_dir=spec.log_dir / name)
         access = Access(spec.token or None)
         async with local_cluster(spec) as cluster, RouterTarget(cluster.router_address, access) as target:
             yield target

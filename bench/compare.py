@@ -6,7 +6,7 @@ taken within a round, never across.
 
 import asyncio
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -89,15 +89,23 @@ class Watcher:
 
 
 async def measure(
-    contestants: Sequence[Contestant], plan: Plan, prompts: PromptSet, watcher: Watcher | None = None
+    contestants: Sequence[Contestant],
+    plan: Plan,
+    prompts: PromptSet,
+    watcher: Watcher | None = None,
+    *,
+    into: list[Run] | None = None,
 ) -> list[Run]:
     """All runs, in the order they were made.
+
+    Args:
+        into: where they are put as they are made, so that an end before time loses none of them.
 
     Raises:
         GraftlineError: a variant could not be started. Failed requests are records, not errors.
     """
     watcher = watcher or Watcher()
-    runs: list[Run] = []
+    runs: list[Run] = [] if into is None else into
     async with AsyncExitStack() as stack:
         opened: dict[str, _Opened] = {}
         if plan.idle is Idle.KEEP:
@@ -163,6 +171,12 @@ async def _take_turn(opened: _Opened, plan: Plan, prompts: PromptSet, round_numb
         )
         await asyncio.sleep(0)
     return runs
+
+
+def whole_rounds(runs: Sequence[Run], num_variants: int, num_loads: int) -> list[Run]:
+    """The runs of the rounds in which every variant had its turn."""
+    counts = Counter(run.round for run in runs)
+    return [run for run in runs if counts[run.round] == num_variants * num_loads]
 
 
 def ratios(runs: Sequence[Run], *, seed: int, draws: int = _BOOTSTRAP_DRAWS) -> list[Ratio]:

@@ -25,8 +25,8 @@ class Clusters(Protocol):
             InvalidRequestError: an unknown setting or a bad value; `where` is put before its name.
         """
 
-    def open(self, settings: Mapping[str, str]) -> AbstractAsyncContextManager[Target]:
-        """Starts a cluster, waits until it serves, and ends it."""
+    def open(self, name: str, settings: Mapping[str, str]) -> AbstractAsyncContextManager[Target]:
+        """Starts a cluster, waits until it serves, and ends it. `name` tells its logs from other clusters'."""
 
 
 class NoClusters:
@@ -36,7 +36,7 @@ class NoClusters:
         """Refuses. See `Clusters`."""
         raise InvalidRequestError(f"{where}cluster", "no cluster can be started here")
 
-    def open(self, settings: Mapping[str, str]) -> AbstractAsyncContextManager[Target]:
+    def open(self, name: str, settings: Mapping[str, str]) -> AbstractAsyncContextManager[Target]:
         """Refuses. See `Clusters`."""
         raise InvalidRequestError("cluster", "no cluster can be started here")
 
@@ -92,4 +92,4 @@ def _make(
             return Contestant(variant.name, lambda: running_baseline(baseline)), shown
         case VariantKind.CLUSTER:
             shown = clusters.check(variant.settings, f"{variant.name}.")
-            return Contestant(variant.name, lambda: clusters.open(variant.settings)), shown
+            return Contestant(variant.name, lambda: clusters.open(variant.name, variant.settings)), shown

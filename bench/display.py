@@ -11,13 +11,14 @@ from rich.table import Table
 
 from graftline.bench.compare import Watcher
 from graftline.bench.records import BenchResult, RequestRecord
-from graftline.bench.report import RATIO_HEADINGS, failures, ratio_cells, summary_cells, summary_headings
+from graftline.bench.report import RATIO_HEADINGS, failures, idle_use, ratio_cells, summary_cells, summary_headings
 
 
 class ProgressWatcher(Watcher):
-    """One bar over all requests of a measurement, with what is being done beside it."""
+    """One bar over all requests, with what is being done beside it; where there is no terminal, a line a step."""
 
     def __init__(self, console: Console, num_requests: int) -> None:
+        self._console = console
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -26,6 +27,7 @@ class ProgressWatcher(Watcher):
             TimeRemainingColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("", total=num_requests)
         self._num_failed = 0
@@ -55,6 +57,8 @@ class ProgressWatcher(Watcher):
     def _say(self, text: str) -> None:
         failed = f" ([red]{self._num_failed} failed[/red])" if self._num_failed else ""
         self._progress.update(self._task, description=escape(text) + failed)
+        if not self._console.is_terminal:
+            self._console.print(escape(text) + failed)
 
 
 def show(console: Console, result: BenchResult) -> None:
@@ -72,6 +76,8 @@ def show(console: Console, result: BenchResult) -> None:
             f"{escape(same.variant)}, {same.load}: {same.num_same} of {same.num_compared} outputs equal "
             f"{escape(same.base)}'s token for token"
         )
+    if said := idle_use(result):
+        console.print(said)
     for line in failures(result):
         console.print(escape(line), style="red")
 

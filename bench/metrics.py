@@ -73,9 +73,9 @@ def accept_length(record: Speculation) -> float | None:
 
 
 def _speculations(run: Run) -> list[Speculation]:
-    """Of the requests that ran at least one round of verifying."""
+    """Of the requests that ran at least one round of verifying; without speculation there are none."""
     found = (record.speculation for record in finished(run))
-    return [entry for entry in found if entry is not None and entry.rounds > 0]
+    return [entry for entry in found if entry is not None and entry.rounds > 0 and entry.tree_origin != "none"]
 
 
 def _accept_length(run: Run) -> float | None:

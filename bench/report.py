@@ -104,8 +104,18 @@ def render(result: BenchResult) -> str:
         if same := [entry for entry in result.same_outputs if entry.load == load]:
             said = ", ".join(f"{entry.variant} {entry.num_same}/{entry.num_compared}" for entry in same)
             lines += ["", f"Outputs equal to `{same[0].base}`'s, token for token: {said}."]
+    if said := idle_use(result):
+        lines += ["", said]
     lines += failures(result)
     return "\n".join(lines) + "\n"
+
+
+def idle_use(result: BenchResult) -> str:
+    """A sentence on what idle variants did while others were measured; empty when there was but one."""
+    if len(result.variants) < 2:
+        return ""
+    cores = [summary.figures.get("cores_used_by_idle_variants", 0.0) for summary in result.summaries]
+    return f"Idle variants used {max(cores, default=0.0):.2f} cores at most while others were measured."
 
 
 def failures(result: BenchResult) -> list[str]:

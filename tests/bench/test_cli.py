@@ -1,17 +1,23 @@
 """The command from its options to its result file, on scripted routers."""
 
 import asyncio
+import io
 import threading
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from scripted_router import Script, ScriptedRouter
 from typer.testing import CliRunner
 
-from graftline.bench.cli import app
-from graftline.bench.records import read_result
+from graftline.bench.cli import app, run_bench
+from graftline.bench.compare import Contestant, Plan
+from graftline.bench.load import Concurrency
+from graftline.bench.prompt_set import Prompt, PromptSet
+from graftline.bench.records import VariantFacts, read_result
+from graftline.bench.target import BenchRequest, Finish, Message, Target
 from graftline.errors import PeerUnavailableError
 
 RUNNER = CliRunner()
@@ -137,3 +143,43 @@ def test_a_report_of_no_result_is_refused(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["report", str(tmp_path / "none.json")])
     assert result.exit_code == 2
     assert "cannot read" in result.output
+
+
+@pytest.mark.parametrize("turns_before", [0, 3])
+def test_an_interrupt_keeps_the_whole_rounds(turns_before: int) -> None:
+    num_turns = 0
+
+    class Interrupted:
+        async def stream(self, request: BenchRequest, timeout_s: float) -> AsyncGenerator[Message, None]:
+            nonlocal num_turns
+            if num_turns == turns_before:
+                raise KeyboardInterrupt
+            num_turns += 1
+            yield Message((1, 2), Finish("length", 1))
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Target]:
+        yield Interrupted()
+
+    plan = Plan(
+        loads=[Concurrency(1)],
+        rounds=3,
+        num_requests=1,
+        warmup=0,
+        max_tokens=2,
+        temperature=0.0,
+        seed=0,
+        ignore_eos=False,
+        timeout_s=1.0,
+    )
+    prompts = PromptSet("p", "0", ("any",), (Prompt(id="p", text="x"),))
+    facts = [VariantFacts(name, "router", {}) for name in "ab"]
+    arguments = ([Contestant(name, start) for name in "ab"], facts, plan, prompts, Console(file=io.StringIO()))
+    if not turns_before:
+        with pytest.raises(KeyboardInterrupt):
+            run_bench(*arguments)
+        return
+    result = run_bench(*arguments)
+    assert [(run.variant, run.round) for run in result.runs] == [("a", 0), ("b", 0)]
+    assert "interrupted, 1 rounds were whole" in result.method
+    assert result.ratios

@@ -80,7 +80,7 @@ def test_routers_and_baselines_need_no_clusters(model: str) -> None:
     with pytest.raises(InvalidRequestError, match="no cluster"):
         make_contestants([Variant("c", {})], NoClusters(), model=model, baseline_threads=1)
     with pytest.raises(InvalidRequestError, match="no cluster"):
-        NoClusters().open({})
+        NoClusters().open("c", {})
 
 
 def test_a_baseline_of_a_model_that_is_not_there_is_refused() -> None:

@@ -8,8 +8,8 @@ from rich.console import Console
 from graftline.bench.display import ProgressWatcher, show
 
 
-def console() -> Console:
-    return Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+def console(is_terminal: bool = True) -> Console:
+    return Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
 
 
 def output(shown: Console) -> str:
@@ -48,3 +48,12 @@ def test_progress_names_the_run_and_counts_failures() -> None:
     text = output(shown)
     assert "2/2" in text
     assert "round 2: [odd], concurrency 8 (1 failed)" in text
+
+
+def test_without_a_terminal_progress_is_one_line_a_step() -> None:
+    shown = console(is_terminal=False)
+    with ProgressWatcher(shown, 1) as watcher:
+        watcher.starting("real")
+        watcher.done(record([], error="INTERNAL"))
+        watcher.running("real", "concurrency 1", 0, 1)
+    assert output(shown) == "starting real\nround 1: real, concurrency 1 (1 failed)\n"

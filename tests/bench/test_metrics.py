@@ -6,7 +6,7 @@ import pytest
 from bench_records import record, run, speculation
 
 from graftline.bench.metrics import METRICS, gaps_s, pauses_s, summarise_runs, tpot_s, ttft_s
-from graftline.bench.records import Handoff
+from graftline.bench.records import Handoff, Speculation
 
 
 def test_a_message_of_k_tokens_is_one_gap_and_k_minus_1_zeros() -> None:
@@ -43,6 +43,7 @@ def test_accept_lengths_are_ratios_of_sums_and_first_rounds_a_mean() -> None:
         record(speculation=speculation(rounds=30, accepted=50, first=1)),
         record(speculation=speculation(rounds=0, accepted=0, first=0)),
         record(speculation=None),
+        record(speculation=Speculation(rounds=50, tree_origin="none")),
     ]
     figures = summarise_runs([run(records)]).figures
     assert figures["accept_length"] == pytest.approx((40 + 60) / 40)

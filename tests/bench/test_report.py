@@ -46,6 +46,7 @@ def test_a_report_has_the_command_the_machine_and_the_figures() -> None:
     assert "| root-only | TPOT mean | 2.000 | 2.000 … 2.000 | 100.0 ms | 50.0 ms |" in text
     assert "| root-only | first-round accept length | 0.333 |" in text
     assert "equal to `real`'s, token for token: root-only 2/2." in text
+    assert "Idle variants used 0.00 cores at most" in text
     assert "failed" not in text
 
 
