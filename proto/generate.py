@@ -19,6 +19,7 @@ GENERATED = ROOT / "v1"
 
 
 def main() -> None:
+    """Runs protoc and puts its output in place."""
     with tempfile.TemporaryDirectory() as scratch:
         plugins = Path(sys.executable).parent
         arguments = [

@@ -83,7 +83,7 @@ def write_tiny_head(
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
 
     prefix = "midlayer" if is_eagle3 else "layers.0"
     inputs = (2 if is_eagle3 else 1) * hidden
