@@ -5,6 +5,7 @@ depends on the current token alone, and a head that reads nothing but the embedd
 or one fixed token for ever.
 """
 
+import math
 from enum import Enum
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def write_tiny_head(
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
+        return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
 
     prefix = "midlayer" if is_eagle3 else "layers.0"
     inputs = (2 if is_eagle3 else 1) * hidden
