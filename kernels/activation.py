@@ -23,7 +23,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_contiguous():
         raise ValueError(f"gate_up: shape {tuple(gate_up.shape)} is not a contiguous [rows, 2 * inter]")
     check_rows("gate_up", gate_up)
-    library = native_library() if gate_up.device.type == "cpu" else None
+    if gate_up.is_cuda:
+        from graftline.kernels.activation_triton import silu_mul as kernel
+
+        return kernel(gate_up)
+    library = native_library()
     if library is None:
         return silu_mul_reference(gate_up)
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2

@@ -39,7 +39,11 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Attentio
     check_rows("q", q)
     if head_dim % 8 or head_dim > MAX_HEAD_DIM or heads // k_pages.shape[2] > _MAX_GROUP:
         raise ValueError(f"q {tuple(q.shape)}: head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, groups up to 64")
-    library = native_library() if q.device.type == "cpu" else None
+    if q.is_cuda:
+        from graftline.kernels.attention_triton import paged_attention as kernel
+
+        return kernel(q, k_pages, v_pages, batch, scale)
+    library = native_library()
     if library is None:
         return paged_attention_reference(q, k_pages, v_pages, batch, scale)
     out = torch.empty(q.shape)

@@ -27,7 +27,12 @@ def compact_kv(pool: Tensor, page_tables: Tensor, starts: Tensor, accepted: Tens
     for name, ints in (("page_tables", page_tables), ("starts", starts), ("accepted", accepted)):
         if ints.dtype != torch.int32 or not ints.is_contiguous():
             raise ValueError(f"{name}: {ints.dtype} with strides {ints.stride()}, contiguous int32 is wanted")
-    library = native_library() if pool.device.type == "cpu" else None
+    if pool.is_cuda:
+        from graftline.kernels.kv_compact_triton import compact_kv as kernel
+
+        kernel(pool, page_tables, starts, accepted)
+        return
+    library = native_library()
     if library is None:
         compact_kv_reference(pool, page_tables, starts, accepted)
         return

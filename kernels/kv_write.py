@@ -30,7 +30,12 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Atte
         raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} for pages {tuple(k_pages.shape)}")
     check_rows("k", k)
     check_rows("v", v)
-    library = native_library() if k.device.type == "cpu" else None
+    if k.is_cuda:
+        from graftline.kernels.kv_write_triton import write_kv as kernel
+
+        kernel(k, v, k_pages, v_pages, batch)
+        return
+    library = native_library()
     if library is None:
         write_kv_reference(k, v, k_pages, v_pages, batch)
         return

@@ -23,7 +23,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: shapes, strides or types that do not fit.
     """
     _check(x, weight)
-    library = native_library() if x.device.type == "cpu" else None
+    if x.is_cuda:
+        from graftline.kernels.norm_triton import rms_norm as kernel
+
+        return kernel(x, weight, eps)
+    library = native_library()
     if library is None:
         return rms_norm_reference(x, weight, eps)
     rows, heads, dim = x.shape[0], x.numel() // max(1, x.shape[0] * x.shape[-1]), x.shape[-1]
@@ -48,7 +52,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     _check(x, weight)
     if x.dim() != 2 or x.shape != residual.shape or not x.is_contiguous() or not residual.is_contiguous():
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must be equal, contiguous matrices")
-    library = native_library() if x.device.type == "cpu" else None
+    if x.is_cuda:
+        from graftline.kernels.norm_triton import add_rms_norm as kernel
+
+        return kernel(x, residual, weight, eps)
+    library = native_library()
     if library is None:
         total = x + residual
         return rms_norm_reference(total, weight, eps), total

@@ -26,11 +26,6 @@ def rope_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> 
         raise ValueError(f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} for heads of {q.shape[2]} and {k.shape[2]}")
     check_rows("q", q)
     check_rows("k", k)
-    library = native_library() if q.device.type == "cpu" else None
-    if library is None:
-        rope_reference_(q, positions, cos, sin)
-        rope_reference_(k, positions, cos, sin)
-        return
     if (
         positions.dtype != torch.int32
         or cos.dtype != torch.float32
@@ -38,6 +33,16 @@ def rope_(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> 
         or not sin.is_contiguous()
     ):
         raise ValueError(f"positions {positions.dtype}, cos {cos.dtype}: int32 and contiguous float32 are wanted")
+    if q.is_cuda:
+        from graftline.kernels.rope_triton import rope_ as kernel
+
+        kernel(q, k, positions, cos, sin)
+        return
+    library = native_library()
+    if library is None:
+        rope_reference_(q, positions, cos, sin)
+        rope_reference_(k, positions, cos, sin)
+        return
     library.gl_rope(
         q.data_ptr(),
         q.stride(0),

@@ -93,6 +93,11 @@ def sample(logits: Tensor, params: SamplingRows, positions: Tensor) -> Tensor:
         raise ValueError(f"logits {tuple(logits.shape)}, {positions.shape[0]} positions, {params.seed.shape[0]} params")
     if params.is_greedy:
         return argmax(logits)
+    if logits.is_cuda:
+        from graftline.kernels.sample_triton import sample as kernel
+
+        limits = (params.temperature, params.top_k, params.top_p, params.min_p)
+        return kernel(logits, *limits, params.seed, positions.long())
     library = _library_for(logits)
     if library is None:
         return sample_reference(logits, params, positions)
@@ -174,6 +179,10 @@ def argmax(logits: Tensor) -> Tensor:
     Returns:
         [rows] int64; -1 for a row with a NaN or +inf, or without any finite logit.
     """
+    if logits.is_cuda:
+        from graftline.kernels.sample_triton import argmax as kernel
+
+        return kernel(logits)
     library = _library_for(logits)
     if library is None:
         return argmax_reference(logits)
@@ -207,6 +216,11 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"k: {k} of {logits.shape[-1]} logits")
+    if logits.is_cuda:
+        from graftline.kernels.sample_triton import top_k as kernel
+
+        values, ids, _ = kernel(logits, k)
+        return values, ids
     library = _library_for(logits)
     if library is None:
         return top_k_reference(logits, k)
@@ -250,6 +264,11 @@ def token_logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, T
         ([rows] log-probabilities, [rows, num_top] log-probabilities, [rows, num_top] int64 ids).
     """
     num_top = min(num_top, logits.shape[1])
+    if logits.is_cuda:
+        from graftline.kernels.sample_triton import top_k as kernel
+
+        values, top_ids, norms = kernel(logits, num_top)
+        return logits.gather(1, ids.unsqueeze(1)).squeeze(1) - norms, values, top_ids
     library = _library_for(logits)
     if library is not None:
         values, top_ids, norms = _native_top_k(library, logits, num_top)

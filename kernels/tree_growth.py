@@ -19,6 +19,10 @@ def select_children(
         [requests, K] int64 token ids, [requests, K] float32 cumulative log-probabilities, best first,
         [requests, beam * K] float32 cumulative log-probabilities of all children, parent-major).
     """
+    if child_logprobs.is_cuda:
+        from graftline.kernels.tree_growth_triton import select_children as kernel
+
+        return kernel(cum_logprobs, child_logprobs, child_ids)
     num_requests, beam, width = child_logprobs.shape
     scores = (cum_logprobs.unsqueeze(-1) + child_logprobs).reshape(num_requests, beam * width)
     ordered, index = torch.sort(scores, dim=-1, descending=True, stable=True)
@@ -47,6 +51,10 @@ def select_tree(scores: Tensor, parents: Tensor, num_drafts: int) -> tuple[Tenso
     """
     if not 1 <= num_drafts <= scores.shape[1]:
         raise ValueError(f"num_drafts: {num_drafts} of {scores.shape[1]} candidates")
+    if scores.is_cuda:
+        from graftline.kernels.tree_growth_triton import select_tree as kernel
+
+        return kernel(scores, parents, num_drafts)
     _, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     selected, _ = order[:, :num_drafts].sort(dim=-1)
     nodes = torch.zeros((scores.shape[0], scores.shape[1] + 1), dtype=torch.int64, device=scores.device)

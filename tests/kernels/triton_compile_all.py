@@ -1,0 +1,80 @@
+"""Compiles every Triton kernel of the project for an H200 (sm_90a): a script that needs neither GPU nor interpreter."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import graftline.kernels.linear
+
+_TARGET = GPUTarget("cuda", 90, 32)
+# Types of arguments by name; what is not here and not a constexpr is an int32.
+_POINTERS = {
+    "positions_ptr": "*i32", "parents_ptr": "*i32", "segment_rows_ptr": "*i32", "segment_start_ptr": "*i32",
+    "page_tables_ptr": "*i32", "row_segment_ptr": "*i32", "starts_ptr": "*i32", "accepted_ptr": "*i32",
+    "cos_ptr": "*fp32", "sin_ptr": "*fp32", "logits_ptr": "*fp32", "inverse_ptr": "*fp32", "temperature_ptr": "*fp32",
+    "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64",
+    "ids_ptr": "*i64", "values_ptr": "*fp32", "norms_ptr": "*fp32", "page_ids_ptr": "*i64", "staging_ptr": "*i64",
+    "pool_ptr": "*i64", "cum_ptr": "*fp32", "child_ptr": "*fp32", "child_ids_ptr": "*i64", "scores_ptr": "*fp32",
+    "best_ptr": "*i64", "best_scores_ptr": "*fp32", "selected_ptr": "*i64", "tree_parents_ptr": "*i64",
+    "partial_ptr": "*fp32", "state_ptr": "*fp32", "eps": "fp32", "scale": "fp32",
+}  # fmt: skip
+_OVERRIDES = {("_select_tree_kernel", "parents_ptr"): "*i64"}
+_DEFAULT_BLOCKS = {"BLOCK": 1024, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_SPLITS": 8, "BLOCK_D": 128, "CHUNK": 32}
+
+
+def attention_variants() -> list[dict[str, object]]:
+    """Decode, tree verify and prefill, split or not, per block of head size (80 and 96 pad to 128)."""
+    tiles = ((16, True, True), (16, False, False), (64, True, False))
+    return [
+        {
+            "GROUP": 4, "TILE_ROWS": block_m // 4, "BLOCK_M": block_m, "BLOCK_N": 64 if block_d <= 128 else 32,
+            "BLOCK_D": block_d, "BLOCK_S": 16, "IS_CHAIN": is_chain, "SPLIT": split, "WIDEN": False,
+        }
+        for block_d in (64, 128, 256)
+        for block_m, is_chain, split in tiles
+    ]  # fmt: skip
+
+
+def variants_of(kernel: JITFunction) -> list[dict[str, object]]:
+    """Values of the constexprs to compile with."""
+    if kernel.__name__ == "_attention_kernel":
+        return attention_variants()
+    return [{name: _DEFAULT_BLOCKS[name] for name in kernel.arg_names if name.isupper()}]
+
+
+def type_of(kernel: JITFunction, name: str, activations: str) -> str:
+    """Triton's name of an argument's type."""
+    known = _OVERRIDES.get((kernel.__name__, name)) or _POINTERS.get(name)
+    return known or (activations if name.endswith("_ptr") else "i32")
+
+
+def compile_kernel(kernel: JITFunction, constants: dict[str, object], activations: str) -> int:
+    """Bytes of the cubin."""
+    signature = {
+        name: "constexpr" if name in constants else type_of(kernel, name, activations) for name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return len(triton.compile(source, target=_TARGET).asm["cubin"])
+
+
+def main() -> None:
+    folder = Path(graftline.kernels.linear.__file__).parent
+    for path in sorted(folder.glob("*_triton.py")):
+        module = importlib.import_module(f"graftline.kernels.{path.stem}")
+        for name, kernel in sorted(vars(module).items()):
+            if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
+                takes_activations = any(
+                    type_of(kernel, argument, "?") == "?" for argument in kernel.arg_names if argument.endswith("_ptr")
+                )
+                for constants in variants_of(kernel):
+                    for activations in ("*bf16", "*fp32") if takes_activations and len(constants) < 5 else ("*bf16",):
+                        print(path.stem, name, activations, compile_kernel(kernel, constants, activations))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
