@@ -15,7 +15,7 @@ from graftline import cli_options as shared
 from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.worker.config import TransferConfig, TransportName, WorkerConfig
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
-from graftline.worker.process import die_with_launcher, end_process, set_up_logging
+from graftline.worker.process import die_with_launcher, end_process, outlive_signals, set_up_logging
 
 app = typer.Typer()
 
@@ -198,5 +198,6 @@ def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfi
         from graftline.engine.stage_process import run_stage
         from graftline.worker.transfer import PortFactory
 
+        outlive_signals(worker.drain_grace_s + worker.stop_timeout_s)
         end_process(run_stage(engine, PortFactory(worker.transfer)))
     return engine, worker

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from tiny_world import TinyWorld, prompt
 
 from graftline.child import ChildDiedError
 from graftline.client import AsyncClient
-from graftline.errors import GraftlineError
+from graftline.errors import CancelledRequestError, GraftlineError
 from graftline.launcher import Cluster, ClusterSpec, local_cluster
 from graftline.proto.channel import open_channel
 
@@ -52,6 +53,17 @@ async def answer(cluster: Cluster, token_ids: list[int], timeout_s: float = 60.0
     async with AsyncClient(cluster.router_address, timeout_s=timeout_s) as client:
         completion = await client.complete(token_ids, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
         return list(completion.token_ids)
+
+
+async def recovered_answer(cluster: Cluster, token_ids: list[int]) -> list[int]:
+    """The first answer after a fault: tried again until the system has recovered."""
+    deadline_s = time.monotonic() + NOTICE_S
+    while True:
+        try:
+            return await answer(cluster, token_ids)
+        except GraftlineError:
+            if time.monotonic() > deadline_s:
+                raise
 
 
 def gauges(address: str | None) -> dict[str, float]:
@@ -112,17 +124,25 @@ async def test_a_killed_prefill_comes_back_at_its_address(cluster: Cluster, worl
     await cluster.restart("prefill-0")
     for done in await asyncio.gather(*open_requests, return_exceptions=True):
         assert isinstance(done, list | GraftlineError), done
-    async with asyncio.timeout(NOTICE_S):
-        while True:
-            try:
-                first = await answer(cluster, prompt(6, 1))
-                break
-            except GraftlineError:
-                await asyncio.sleep(0.2)
+    first = await recovered_answer(cluster, prompt(6, 1))
     assert first == world.plain.answer(prompt(6, 1), NEW_TOKENS)
     for index in range(5):
         assert await answer(cluster, prompt(6, index)) == world.plain.answer(prompt(6, index), NEW_TOKENS)
     assert await serves(cluster.children["decode-0"].address)
+    await eventually(lambda: is_whole(cluster), "pools are whole")
+
+
+async def test_a_frozen_prefill_is_noticed(cluster: Cluster, world: TinyWorld) -> None:
+    """A prefill that is stopped (not dead) fails nobody for long; once it goes on it serves again."""
+    prefill = cluster.children["prefill-0"]
+    prefill.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(GraftlineError) as raised:
+            await answer(cluster, prompt(9, 3), timeout_s=NOTICE_S)
+        assert not isinstance(raised.value, CancelledRequestError), "a deadline is no notice"
+    finally:
+        prefill.send_signal(signal.SIGCONT)
+    assert await recovered_answer(cluster, prompt(9, 3)) == world.plain.answer(prompt(9, 3), NEW_TOKENS)
     await eventually(lambda: is_whole(cluster), "pools are whole")
 
 
@@ -137,13 +157,7 @@ async def test_a_killed_stage_ends_its_worker(cluster: Cluster, world: TinyWorld
         assert await decode.wait() == 1
     assert "cannot go on" in decode.tail(100)
     await cluster.restart("decode-0")
-    async with asyncio.timeout(NOTICE_S):
-        while True:
-            try:
-                again = await answer(cluster, prompt(6, 2))
-                break
-            except GraftlineError:
-                await asyncio.sleep(0.2)
+    again = await recovered_answer(cluster, prompt(6, 2))
     assert again == world.plain.answer(prompt(6, 2), NEW_TOKENS)
 
 

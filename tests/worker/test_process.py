@@ -86,3 +86,26 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> No
     assert child.stdout.readline() == "asked\n"
     child.send_signal(number)
     assert child.wait(TIMEOUT_S) == 130
+
+
+@pytest.mark.parametrize(("exit_after_s", "status"), [(0.3, 0), (None, 7)])
+def test_a_later_stage_waits_for_the_first_ones_word(exit_after_s: float | None, status: int) -> None:
+    """A signal to the whole job ends a later stage late or never; the first one drains meanwhile."""
+    code = (
+        "import sys, time\n"
+        "from graftline.worker.process import outlive_signals\n"
+        f"outlive_signals({exit_after_s})\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "time.sleep(1)\n"
+        "sys.exit(7)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        child.send_signal(number)
+    child.communicate("stop\n", TIMEOUT_S)
+    assert child.returncode == status

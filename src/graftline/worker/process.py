@@ -20,16 +20,37 @@ _PARENT_POLL_S = 0.5
 _LAST_WORDS_S = 10.0
 
 
-def die_with_parent(expected_pid: int | None = None) -> None:
-    """Ends this process (SIGTERM, and an exit soon after) when its parent dies, so that nothing is left running.
+def die_with_parent(expected_pid: int | None = None, *, last_words_s: float = _LAST_WORDS_S) -> None:
+    """Ends this process when its parent dies, so that nothing is left running.
 
     A thread looks: the kernel's own parent-death signal goes by the parent's thread, which may end early.
 
     Args:
         expected_pid: notices as well a parent that died before this call.
+        last_words_s: from a SIGTERM to itself, which lets it stop in order, to its exit; 0: an exit at once.
     """
     parent = os.getppid() if expected_pid is None else expected_pid
-    threading.Thread(target=_watch_parent, args=(parent,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent, last_words_s), name="parent-watch", daemon=True).start()
+
+
+def outlive_signals(exit_after_s: float | None) -> None:
+    """For a later stage: SIGINT and SIGTERM go to all processes of a terminal or a job, but the first stage drains
+    first and then says stop.
+
+    Args:
+        exit_after_s: from a signal to an exit all the same; None: signals are ignored.
+    """
+    armed = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        if exit_after_s is not None and not armed.is_set():
+            armed.set()
+            timer = threading.Timer(exit_after_s, os._exit, (0,))
+            timer.daemon = True
+            timer.start()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
 
 
 def die_with_launcher() -> None:
@@ -39,11 +60,12 @@ def die_with_launcher() -> None:
         die_with_parent(int(launcher))
 
 
-def _watch_parent(parent: int) -> None:
+def _watch_parent(parent: int, last_words_s: float) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_LAST_WORDS_S)
+    if last_words_s > 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(last_words_s)
     os._exit(1)
 
 

@@ -8,7 +8,7 @@ import msgspec
 from graftline.engine.pipeline import StageCommand
 from graftline.engine.stage_process import config_from_environment, run_stage
 from graftline.worker.config import TransferConfig
-from graftline.worker.process import die_with_parent, end_process, set_up_logging
+from graftline.worker.process import die_with_parent, end_process, outlive_signals, set_up_logging
 from graftline.worker.transfer import PortFactory
 
 TRANSFER_CONFIG_VARIABLE = "GRAFTLINE_TRANSFER_CONFIG"
@@ -27,7 +27,8 @@ def transfer_config_from_environment() -> TransferConfig:
 def main() -> NoReturn:
     """Runs the stage."""
     if os.environ.get("GRAFTLINE_SPAWNED"):
-        die_with_parent()
+        die_with_parent(last_words_s=0)
+        outlive_signals(None)
     set_up_logging(f"stage {os.environ.get('RANK', '?')}")
     status = run_stage(config_from_environment(), PortFactory(transfer_config_from_environment()))
     end_process(status)
