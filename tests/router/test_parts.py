@@ -336,7 +336,7 @@ def test_metric_names_are_clean_and_labels_bounded() -> None:
         assert metric.name.startswith("graftline_router_")
         assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
         assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
-        assert set(metric.labels) <= {"model", "outcome", "reason", "leg", "role", "worker", "tree_origin"}
+        assert set(metric.labels) <= {"model", "outcome", "reason", "leg", "role", "worker", "tree_origin", "objective"}
         assert metric.help.endswith(".")
     exposition = Metrics(ProcessRole.ROUTER).exposition().decode()
     assert all(name.removesuffix("_total") in exposition for name in names)
