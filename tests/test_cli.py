@@ -1,0 +1,93 @@
+"""The command line itself: what is there, what it says to bad input, and generate against a scripted router."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import graftline
+from graftline.cli import LAZY_COMMANDS, app, model_app
+from graftline.cli_cluster import Answer, _figures
+from graftline.client import Finish, FinishReason, Handoff, Speculation, TreeOrigin, Usage
+from graftline.engine.model_fetch import CATALOG
+
+FINISH = Finish(
+    FinishReason.STOP,
+    None,
+    2,
+    Usage(11, 21, 4),
+    Speculation(10, 30, 10, 3, 2, TreeOrigin.REAL),
+    Handoff(2_048_000, 0.001, 0.0, 0.1, 1),
+    1,
+    "p:1",
+    "d:1",
+)
+
+
+def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "graftline", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output.strip() == graftline.__version__
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "router", "up", "demo", "generate", "plan", "drain", "bench"])
+def test_every_command_explains_itself(name: str) -> None:
+    assert name in LAZY_COMMANDS
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage" in result.output
+
+
+def test_help_lists_commands_without_importing_engines() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from graftline.cli import app\n"
+        "print(CliRunner().invoke(app, ['generate', '--help']).exit_code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["0", "False"]
+
+
+def test_known_models_are_listed() -> None:
+    result = CliRunner().invoke(model_app, ["list"])
+    assert result.exit_code == 0
+    assert all(name in result.output for name in CATALOG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("decode", "--model", "no-such-model"), "model: 'no-such-model' is no known name"),
+        (("router",), "no workers"),
+        (("router", "--prefill", "nowhere", "--decode", "d:1"), "workers.prefill"),
+        (("up", "--decodes", "0"), "--decodes"),
+        (("decode", "--draft-depth", "x"), "--draft-depth"),
+        (("decode", "--tls-key", "key.pem"), "tls"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_router_to_generate_with() -> None:
+    done = run("generate", "hello", "--router", "127.0.0.1:1", "--timeout-s", "5")
+    assert done.returncode == 1
+    assert done.stderr.startswith("graftline: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demos_table() -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(_figures([Answer(FINISH, first_token_s=0.05, total_s=0.25)]))
+    row = next(line for line in console.export_text().splitlines() if "real" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["1", "11", "21", "50", "10.0", "2.00", "2 of 3", "real", "2000", "2.05"]
