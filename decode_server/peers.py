@@ -103,7 +103,7 @@ class PrefillPeers:
     async def _pair(self, peer: Peer) -> None:
         try:
             response = await peer.stub.Pair(
-                self._pair_request, timeout=self._pair_timeout_s, metadata=self._access.metadata
+                self._pair_request, timeout=self._pair_timeout_s, metadata=self._access.metadata, wait_for_ready=True
             )
         except grpc.RpcError as error:
             cause = error_from_rpc(error)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import uvloop
 
 from graftline import cli_options as shared
 from graftline.errors import InvalidRequestError
@@ -40,7 +41,9 @@ def router(
     default_max_tokens: Annotated[
         int, typer.Option(min=0, help="Output tokens when the client names none; 0: what the context leaves.")
     ] = 0,
-    max_attempts: Annotated[int, typer.Option(min=1, help="Failed tries of one choice.")] = 4,
+    max_attempts: Annotated[
+        int, typer.Option(min=1, help="Failed tries of one choice.")
+    ] = RequestConfig().max_attempts,
     drain_grace_s: shared.DrainGrace = 30.0,
     token: shared.Token = None,
     tls_certificate: shared.TlsCertificate = None,
@@ -70,7 +73,8 @@ def router(
         drain_grace_s=drain_grace_s,
     )
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    asyncio.run(_serve(config))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))
 
 
 async def _serve(config: RouterConfig) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol
 
+import uvloop
+
 from graftline.worker.host import WorkerHost
 from graftline.worker.process import announce_ready, first_of, stop_signals
 
@@ -29,7 +31,8 @@ def run_worker(running: Callable[[], AbstractAsyncContextManager[Hosted]]) -> in
     """
     # Until it serves there is nothing to drain: signals end the process at once, and its stages follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return asyncio.run(_serve(running))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(running))
 
 
 async def _serve(running: Callable[[], AbstractAsyncContextManager[Hosted]]) -> int:

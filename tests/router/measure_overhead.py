@@ -3,7 +3,7 @@
 Worker, router and caller are processes of their own on loopback; the decode is a stand-in that answers at once, so
 that the difference is the router's alone. Direct and routed calls alternate. Run:
 
-    python bench/router_overhead.py [--requests 2000] [--concurrency 1] [--prompt-chars 200] [--tokens 4]
+    python tests/router/measure_overhead.py [--requests 2000] [--concurrency 1] [--prompt-chars 200] [--tokens 4]
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
 from router_fakes import decode, prefill, started
 
