@@ -23,6 +23,8 @@ PAIR_TIMEOUT_S = 60.0
 
 Workers = Annotated[list[str] | None, typer.Option(help="host:port, or dns:host:port for every address of a name.")]
 
+_REQUESTS = RequestConfig()
+
 
 @app.command()
 def router(
@@ -41,9 +43,7 @@ def router(
     default_max_tokens: Annotated[
         int, typer.Option(min=0, help="Output tokens when the client names none; 0: what the context leaves.")
     ] = 0,
-    max_attempts: Annotated[
-        int, typer.Option(min=1, help="Failed tries of one choice.")
-    ] = RequestConfig().max_attempts,
+    max_attempts: Annotated[int, typer.Option(min=1, help="Failed tries of one choice.")] = _REQUESTS.max_attempts,
     drain_grace_s: shared.DrainGrace = 30.0,
     token: shared.Token = None,
     tls_certificate: shared.TlsCertificate = None,
