@@ -127,8 +127,7 @@ def bench(
         )
         result = run_bench(contestants, facts, plan, prompt_set, Console(stderr=True))
     except GraftlineError as error:
-        Console(stderr=True).print(f"graftline bench: {error}", style="red", markup=False)
-        raise typer.Exit(2) from error
+        raise _said(error) from error
     show(console, result)
     if output is not None:
         write_result(output, result)
@@ -152,8 +151,7 @@ def report(
         else:
             typer.echo(f"{document}: {', '.join(update_document(document, results))}")
     except GraftlineError as error:
-        Console(stderr=True).print(f"graftline bench: {error}", style="red", markup=False)
-        raise typer.Exit(2) from error
+        raise _said(error) from error
 
 
 @app.command()
@@ -168,8 +166,7 @@ def plot(
             for written in write_plots(read_result(path), out, path.stem, form):
                 typer.echo(written)
     except GraftlineError as error:
-        Console(stderr=True).print(f"graftline bench: {error}", style="red", markup=False)
-        raise typer.Exit(2) from error
+        raise _said(error) from error
 
 
 def run_bench(
@@ -208,6 +205,12 @@ def run_bench(
             ratios=tuple(ratios(runs, seed=plan.seed)) if several else (),
             same_outputs=tuple(same_outputs(runs)) if several else (),
         )
+
+
+def _said(error: GraftlineError) -> typer.Exit:
+    """Says what went wrong; exit status 2 for bad input, 1 for the rest, as every command."""
+    Console(stderr=True).print(f"graftline bench: {error}", style="red", markup=False, highlight=False)
+    return typer.Exit(2 if isinstance(error, InvalidRequestError) else 1)
 
 
 def _workload(plan: Plan, prompts: PromptSet) -> Workload:
