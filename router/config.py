@@ -53,6 +53,23 @@ class HealthConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a served request is wanted to keep to; requests that do are counted (goodput).
+
+    Attributes:
+        first_token_s: from the request's arrival to its first token.
+        per_token_s: mean of the tokens after it.
+    """
+
+    first_token_s: float = 1.0
+    per_token_s: float = 0.1
+
+    def met(self, first_token_s: float, rest_s: float, num_rest: int) -> bool:
+        """Whether a choice with `num_rest` tokens in the `rest_s` after its first kept to them."""
+        return first_token_s <= self.first_token_s and rest_s <= num_rest * self.per_token_s
+
+
+@dataclass(frozen=True, slots=True)
 class RequestConfig:
     """Bounds of requests.
 
@@ -83,6 +100,7 @@ class RequestConfig:
     max_unread_tokens: int = 16_384
     write_timeout_s: float = 30.0
     max_prompt_chars: int = 32 * 1024 * 1024
+    objectives: Objectives = field(default_factory=Objectives)
 
 
 @dataclass(frozen=True, slots=True)

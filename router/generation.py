@@ -202,5 +202,7 @@ class Generator:
     def _instruments_of(self, model: ServedModel) -> ModelInstruments:
         instruments = self._instruments.get(model.model_id)
         if instruments is None:
-            instruments = self._instruments[model.model_id] = ModelInstruments(self._metrics, model.model_id)
+            objectives = self._fleet.limits.objectives
+            instruments = ModelInstruments(self._metrics, model.model_id, objectives)
+            self._instruments[model.model_id] = instruments
         return instruments

@@ -33,32 +33,16 @@ from graftline.metrics import (
 from graftline.proto.status import Leg
 from graftline.proto.v1.common_pb2 import FinishReason, TreeOrigin
 from graftline.proto.v1.router_pb2 import GenerateFinish
+from graftline.router.config import Objectives
 
 _OUTCOMES = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
-
-
-@dataclass(frozen=True, slots=True)
-class Objectives:
-    """What a served request is wanted to keep to; requests that do are counted.
-
-    Attributes:
-        first_token_s: from the request's arrival to its first token.
-        per_token_s: mean of the tokens after it.
-    """
-
-    first_token_s: float = 1.0
-    per_token_s: float = 0.1
-
-    def met(self, first_token_s: float, rest_s: float, num_rest: int) -> bool:
-        """Whether a choice with `num_rest` tokens in the `rest_s` after its first kept to them."""
-        return first_token_s <= self.first_token_s and rest_s <= num_rest * self.per_token_s
 
 
 class ModelInstruments:
     """The instruments of one model, looked up once: a look-up by labels costs more than the count itself."""
 
-    def __init__(self, metrics: Metrics, model_id: str, objectives: Objectives | None = None) -> None:
-        self.objectives = objectives or Objectives()
+    def __init__(self, metrics: Metrics, model_id: str, objectives: Objectives) -> None:
+        self.objectives = objectives
         metrics.gauge(OBJECTIVE).labels("first_token").set(self.objectives.first_token_s)
         metrics.gauge(OBJECTIVE).labels("per_token").set(self.objectives.per_token_s)
         self.within_objective = metrics.counter(WITHIN_OBJECTIVE).labels(model_id)

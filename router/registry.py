@@ -269,6 +269,8 @@ class Registry:
         labels = (worker.role.leg.value, worker.address)
         self._metrics.gauge(WORKER_AVAILABLE).labels(*labels).set(1 if worker.is_available else 0)
         self._metrics.gauge(WORKER_OPEN_REQUESTS).labels(*labels).set(worker.open_requests)
+        # Shown as 0 from the start: an alert cannot see the growth of what was not there.
+        self._metrics.counter(WORKER_LOST).labels(*labels)
 
     def _drop_metrics(self, worker: Worker) -> None:
         for gauge in (WORKER_AVAILABLE, WORKER_OPEN_REQUESTS):

@@ -13,7 +13,7 @@ from graftline.errors import InvalidRequestError
 from graftline.proto.channel import Access, open_channel
 from graftline.proto.v1 import worker_pb2
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
-from graftline.router.config import PolicyName, RequestConfig, RouterConfig, WorkerLists
+from graftline.router.config import Objectives, PolicyName, RequestConfig, RouterConfig, WorkerLists
 from graftline.worker.process import announce_ready, die_with_launcher, is_launched, set_up_logging, stop_signals
 
 app = typer.Typer()
@@ -44,6 +44,12 @@ def router(
         int, typer.Option(min=0, help="Output tokens when the client names none; 0: what the context leaves.")
     ] = 0,
     max_attempts: Annotated[int, typer.Option(min=1, help="Failed tries of one choice.")] = _REQUESTS.max_attempts,
+    objective_first_token_s: Annotated[
+        float, typer.Option(min=0, help="Goodput counts requests whose first token came within this time,")
+    ] = Objectives().first_token_s,
+    objective_per_token_s: Annotated[
+        float, typer.Option(min=0, help="and whose later tokens took no longer than this on average.")
+    ] = Objectives().per_token_s,
     drain_grace_s: shared.DrainGrace = 30.0,
     token: shared.Token = None,
     tls_certificate: shared.TlsCertificate = None,
@@ -66,6 +72,7 @@ def router(
             max_open_requests=max_open_requests,
             default_max_tokens=default_max_tokens or None,
             max_attempts=max_attempts,
+            objectives=Objectives(objective_first_token_s, objective_per_token_s),
         ),
         worker_access=shared.access(token, tls_certificate, tls_key, tls_ca),
         tls=shared.server_tls(tls_certificate, tls_key, tls_ca),
