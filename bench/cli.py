@@ -33,7 +33,9 @@ from graftline.engine.model_fetch import DEFAULT_MODEL
 from graftline.errors import GraftlineError, InvalidRequestError
 from graftline.proto.channel import Access
 
-app = typer.Typer(help="Measure latency, throughput and speculation, and compare configurations in one run.")
+app = typer.Typer(
+    add_completion=False, help="Measure latency, throughput and speculation, and compare configurations in one run."
+)
 
 _SYSTEM = "The system"
 _WORK = "The work"
