@@ -5,7 +5,11 @@ from enum import Enum
 import msgspec
 
 from graftline.engine.tree_shape import TreeShape
+from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
+
+MTP_HEAD = "mtp"
+"""In place of a draft head's directory: the MTP module of the target's own checkpoint."""
 
 
 class Role(Enum):
@@ -27,7 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: directory or GGUF file.
-        draft_head: directory of the draft head; None turns speculation off.
+        draft_head: directory of the draft head, or `MTP_HEAD`; None turns speculation off.
         dtype: "float32" or "bfloat16"; on CPU the type that weights and KV are stored in.
         device: "cpu" or "cuda:N".
         layer_split: target layers of every stage.
@@ -38,7 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         chunk_tokens: most prompt tokens of one prefill step.
         tree: shape of the draft trees.
         real_trees: a prefill grows trees (else root-only).
-        prefix_cache: a prefill keeps the KV of finished prompts for later ones.
+        prefix_cache: a prefill keeps the KV of finished prompts for later ones; off for models with recurrent state.
+        verify_state: what a decode keeps of draft nodes, of models with recurrent state.
         threads: CPU threads of every stage.
         heartbeat_s: seconds between two heartbeats to every stage.
         stage_timeout_s: silence after which a stage counts as dead, or a step as hung.
@@ -62,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tree: TreeShape = TreeShape()
     real_trees: bool = True
     prefix_cache: bool = True
+    verify_state: VerifyMode = VerifyMode.SNAPSHOT
     threads: int = 1
     heartbeat_s: float = 0.5
     stage_timeout_s: float = 20.0

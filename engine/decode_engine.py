@@ -82,16 +82,25 @@ class DecodeScheduler:
     Args:
         context_len: most tokens of prompt and output that the model and the pool can hold.
         vocab_size: token ids are below this.
+        has_state: the model keeps recurrent state: peers write to slots too.
     """
 
-    def __init__(self, config: EngineConfig, pipeline: StepPipeline, context_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pipeline: StepPipeline,
+        context_len: int,
+        vocab_size: int,
+        has_state: bool = False,
+    ) -> None:
         self._config = config
+        self._has_state = has_state
         self._pipeline = pipeline
         self._context_len = context_len
         self._vocab_size = vocab_size
         self._pages = PageAllocator(config.num_pages)
         self._slots = SlotPool(config.max_running)
-        self._quarantine = Quarantine(self._pages, config.quarantine_s)
+        self._quarantine = Quarantine(self._pages, self._slots, config.quarantine_s)
         self._requests: dict[RequestKey, DecodeRequest] = {}
         self._line: deque[DecodeRequest] = deque()
         self._batches = MicrobatchSet(config.num_stages)
@@ -233,19 +242,23 @@ class DecodeScheduler:
             return
         if request.phase is Phase.RESERVED:
             logger.warning("%d pages of %s go into quarantine", len(request.pages), key)
-            self._quarantine.add(peer, request.pages)
+            slot = request.slot if self._has_state else None
+            self._quarantine.add(peer, request.pages, slot)
             request.pages = []
+            self._forget(request, keep_slot=slot is not None)
+            return
         self._forget(request)
 
-    def _forget(self, request: DecodeRequest) -> None:
-        """The one path on which everything a request holds is given back."""
+    def _forget(self, request: DecodeRequest, *, keep_slot: bool = False) -> None:
+        """The one path on which everything a request holds is given back; a slot in quarantine is not yet."""
         del self._requests[request.request.key]
         if request.phase is Phase.WAITING:
             self._line.remove(request)
             return
         self._batches.remove(request)
         self._pages.release(request.pages)
-        self._slots.give_back(request.slot)
+        if not keep_slot:
+            self._slots.give_back(request.slot)
 
     # --- running -----------------------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class DraftLayer:
     def forward(self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool) -> Tensor:
         """[rows, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV."""
         q, k, v, residual = self._inputs(feature, next_tokens, batch.positions)
-        k_pages, v_pages = pool.layer_kv(pool.first_layer)
+        k_pages, v_pages = pool.layer_kv(pool.layers[0])
         write_kv(k, v, k_pages, v_pages, batch)
         return self._outputs(paged_attention(q, k_pages, v_pages, batch, self._scale), residual)
 
@@ -152,7 +152,7 @@ class DraftLayer:
         ends = batch.segment_rows[1:].long().unsqueeze(1)
         rows = (ends - newest + torch.arange(newest, device=ends.device)).flatten()
         q, k, v, residual = self._inputs(feature, next_tokens, batch.positions[rows])
-        k_pages, v_pages = pool.layer_kv(pool.first_layer)
+        k_pages, v_pages = pool.layer_kv(pool.layers[0])
         slots = batch.slots()[rows]
         pages, offsets = slots // batch.page_size, slots % batch.page_size
         k_pages[pages, offsets] = k.to(k_pages.dtype)

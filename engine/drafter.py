@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graftline.engine.draft_layer import DraftLayer
+from graftline.engine.draft_module import DraftModule
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.pages import num_pages_for
 from graftline.engine.request import DraftTree
@@ -48,7 +48,7 @@ def scratch_pages_for(shape: TreeShape, page_size: int, max_trees: int) -> int:
 class Drafter:
     """Grows trees of one shape; lives on the last stage."""
 
-    def __init__(self, layer: DraftLayer, pool: KvPool, shape: TreeShape) -> None:
+    def __init__(self, layer: DraftModule, pool: KvPool, shape: TreeShape) -> None:
         self._layer = layer
         self._pool = pool
         self._shape = shape
@@ -120,7 +120,7 @@ class _Growth:
     beam of a level is the K candidates that are run through the draft layer to get the next level's.
     """
 
-    def __init__(self, layer: DraftLayer, pool: KvPool, shape: TreeShape, tables: list[list[int]]) -> None:
+    def __init__(self, layer: DraftModule, pool: KvPool, shape: TreeShape, tables: list[list[int]]) -> None:
         self._layer = layer
         self._pool = pool
         self._shape = shape

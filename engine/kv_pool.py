@@ -4,6 +4,7 @@
 contiguous copy whenever both sides of a handoff own the same layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,10 @@ class KvGeometry:
 
 
 class KvPool:
-    """Pages of a contiguous range of layers.
+    """Pages of some layers of a model; a stage without layers that keep KV has pages of 0 bytes.
+
+    Args:
+        layers: global ids of the layers, in the order in which they lie in a page.
 
     Attributes:
         data: [num_pages + scratch_pages, num_layers, 2, page_size, num_kv_heads, head_dim]; scratch pages lie
@@ -44,14 +48,15 @@ class KvPool:
         geometry: KvGeometry,
         num_pages: int,
         *,
-        first_layer: int,
+        layers: Sequence[int],
         scratch_pages: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
+        assert len(layers) == geometry.num_layers, f"{len(layers)} layers in pages of {geometry.num_layers}"
         self.geometry = geometry
         self.num_pages = num_pages
         self.scratch_pages = scratch_pages
-        self.first_layer = first_layer
+        self.layers = tuple(layers)
         # Zeros, not empty: garbage read through a bug must at least be the same garbage in every run.
         self.data = torch.zeros(
             num_pages + scratch_pages,
@@ -71,7 +76,7 @@ class KvPool:
 
     def layer_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """Strided views `[pages, page_size, num_kv_heads, head_dim]` of a global layer's keys and values."""
-        index = layer - self.first_layer
+        index = self.layers.index(layer)
         return self.data[:, index, 0], self.data[:, index, 1]
 
     def as_bytes(self) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graftline.engine.drafter import Drafter, GrowthRoot
-from graftline.engine.models.dense import DenseModel
+from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import (
     SampledToken,
     Segment,
@@ -49,7 +49,7 @@ class LastStage:
         drafter: None turns speculation off.
     """
 
-    def __init__(self, model: DenseModel, drafter: Drafter | None, page_size: int, device: torch.device) -> None:
+    def __init__(self, model: TargetModel, drafter: Drafter | None, page_size: int, device: torch.device) -> None:
         self._model = model
         self._drafter = drafter
         self._page_size = page_size

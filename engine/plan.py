@@ -6,6 +6,7 @@ reports they cause travel beside the plans. Everything is a typed msgpack struct
 into anything but these classes. Plans carry values, never references to live state.
 """
 
+from enum import Enum
 from typing import TypeAlias
 
 import msgspec
@@ -212,6 +213,14 @@ class ForgetPeer(_Message, frozen=True):
     peer: str
 
 
+class SentPool(Enum):
+    """What an order moves: pages of the target's layers, pages of the drafter, or a slot's recurrent state."""
+
+    TARGET = "target"
+    DRAFT = "draft"
+    STATE = "state"
+
+
 class SendOrder(_Message, frozen=True):
     """Write pages (or a slot's state) of one request to a peer once a step's output is there.
 
@@ -219,16 +228,15 @@ class SendOrder(_Message, frozen=True):
         order: counts up over all orders of one pipeline; answered by one `SendDone` from every stage.
         owner: names the request and attempt, for `CancelSends`.
         after_step: the data exist once this step was computed.
-        drafter: the drafter's pages instead of the target's.
-        pages: (own page id, peer's page id).
+        units: (own page or slot id, the peer's).
     """
 
     order: int
     owner: str
     peer: str
     after_step: int
-    drafter: bool
-    pages: list[tuple[int, int]]
+    pool: SentPool
+    units: list[tuple[int, int]]
 
 
 class CancelSends(_Message, frozen=True):

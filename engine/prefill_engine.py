@@ -26,6 +26,7 @@ from graftline.engine.plan import (
     SegmentOutcome,
     SendDone,
     SendOrder,
+    SentPool,
     SlotOpening,
     StepPlan,
     StepResult,
@@ -89,10 +90,21 @@ class PrefillScheduler:
     Args:
         context_len: most tokens that the model and the pool can hold.
         vocab_size: token ids are below this.
+        has_state: the model keeps recurrent state, which is handed over too. It goes with a whole prompt only, so that
+            there is no prefix cache.
     """
 
-    def __init__(self, config: EngineConfig, pipeline: StepPipeline, context_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pipeline: StepPipeline,
+        context_len: int,
+        vocab_size: int,
+        has_state: bool = False,
+    ) -> None:
+        assert not (has_state and config.prefix_cache), "a prefix cache holds no recurrent state"
         self._config = config
+        self._has_state = has_state
         self._pipeline = pipeline
         self._context_len = context_len
         self._vocab_size = vocab_size
@@ -364,23 +376,23 @@ class PrefillScheduler:
         if job.ends_with_first_token or end == job.sent_pages:
             return
         every_stage = list(range(self._config.num_stages))
-        self._order(job, job.sent_pages, end, every_stage, drafter=False)
+        after = job.step_that_computed(min(end * page_size, job.prompt_len))
+        targets = job.destination.page_ids
+        pages = page_pairs(job.pages[job.sent_pages : end], targets[job.sent_pages : end])
+        self._order(job, SentPool.TARGET, after, pages, every_stage)
         job.sent_pages = end
         if self._config.tree.speculates:
-            self._order(job, job.sent_draft_pages, end, every_stage[-1:], drafter=True)
+            pages = page_pairs(job.pages[job.sent_draft_pages : end], targets[job.sent_draft_pages : end])
+            self._order(job, SentPool.DRAFT, after, pages, every_stage[-1:])
             job.sent_draft_pages = end
+        if self._has_state and job.is_planned:  # the state is final once, with the last pages
+            self._order(job, SentPool.STATE, after, [(job.slot, job.destination.slot_id)], every_stage)
 
-    def _order(self, job: PrefillJob, first: int, end: int, stages: list[int], *, drafter: bool) -> None:
-        assert job.destination is not None
+    def _order(
+        self, job: PrefillJob, pool: SentPool, after_step: int, units: list[tuple[int, int]], stages: list[int]
+    ) -> None:
         number = next(self._orders)
-        order = SendOrder(
-            order=number,
-            owner=job.owner,
-            peer=job.peer,
-            after_step=job.step_that_computed(min(end * self._config.page_size, job.prompt_len)),
-            drafter=drafter,
-            pages=page_pairs(job.pages[first:end], job.destination.page_ids[first:end]),
-        )
+        order = SendOrder(order=number, owner=job.owner, peer=job.peer, after_step=after_step, pool=pool, units=units)
         self._by_order[number] = job
         job.ledger.expect(number, len(stages))
         self._pipeline.tell(order, stages)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
-from graftline.engine.models.dense import DenseModel
+from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import Segment, StepPlan, StepResult, StepTokens
+from graftline.engine.stage_states import StageStates
 from graftline.engine.step_gate import StepGate
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
 from graftline.kernels.kv_compact import compact_kv
@@ -20,19 +21,20 @@ Emit = Callable[[StepTokens | StepResult], None]
 
 
 class Stage:
-    """A contiguous range of target layers with their KV.
+    """A contiguous range of target layers with their KV and recurrent state.
 
     Args:
         model: the stage's layers, with the embedding on the first stage.
         pool: pages of these layers.
         capture: features that this stage must take, as numbers of decoder layers passed.
         last: what only the last stage does, or None.
+        states: recurrent state of the linear layers among them, None without any.
         gate: told when a step's KV is written.
     """
 
     def __init__(
         self,
-        model: DenseModel,
+        model: TargetModel,
         pool: KvPool,
         *,
         is_first: bool,
@@ -40,6 +42,7 @@ class Stage:
         last: LastStage | None,
         gate: StepGate,
         device: torch.device,
+        states: StageStates | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -48,6 +51,7 @@ class Stage:
         self._last = last
         self._gate = gate
         self._device = device
+        self._states = states
         self._pages: dict[int, list[int]] = {}
 
     def execute(self, plan: StepPlan, payload: Tensor | None, emit: Emit) -> Tensor | None:
@@ -70,8 +74,12 @@ class Stage:
             pages.extend(change.page_ids)
         self._compact(plan.segments)
         batch = self._batch(plan.segments)
+        states = None
+        if self._states is not None:
+            self._states.begin(plan)
+            states = self._states.step(batch, plan.segments)
         hidden, earlier = self._enter(plan, payload)
-        hidden, captured = self._model.run_layers(hidden, batch, self._pool, self._capture)
+        hidden, captured = self._model.run_layers(hidden, batch, self._pool, self._capture, states)
         features = [*earlier, *(captured[layer] for layer in self._capture)]
         self._gate.mark(plan.step, drafter=False)
         if self._last is None:
@@ -102,7 +110,7 @@ class Stage:
     def _compact(self, segments: Sequence[Segment]) -> None:
         """Moves the KV of accepted nodes to the end of the committed part, where it is not there already."""
         moved = [segment for segment in segments if segment.accepted != list(range(len(segment.accepted)))]
-        if not moved:
+        if not moved or not self._pool.layers:
             return
         tables = [self._pages[segment.slot] for segment in moved]
         compact_kv(

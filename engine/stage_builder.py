@@ -5,19 +5,33 @@ from pathlib import Path
 
 import torch
 
-from graftline.engine.config import EngineConfig
-from graftline.engine.draft_head.config import read_draft_head_config
+from graftline.engine.config import MTP_HEAD, EngineConfig
+from graftline.engine.draft_choice import chosen_head, head_named
 from graftline.engine.draft_layer import DraftLayer, TargetHead
+from graftline.engine.draft_module import DraftModule
 from graftline.engine.drafter import Drafter
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
-from graftline.engine.memory_plan import DTYPES, draft_geometry, draft_scratch_pages, plan_memory, target_geometry
+from graftline.engine.memory_plan import (
+    DTYPES,
+    draft_geometry,
+    draft_scratch_pages,
+    keeps_nodes,
+    plan_memory,
+    state_geometry,
+    target_geometry,
+)
 from graftline.engine.models.checkpoint import Checkpoint, open_checkpoint
 from graftline.engine.models.config import ModelConfig
-from graftline.engine.models.dense import DenseModel
+from graftline.engine.models.load import load_model
+from graftline.engine.models.qwen3_next_mtp import MtpModule
+from graftline.engine.models.target_model import TargetModel
 from graftline.engine.stage import Stage
+from graftline.engine.stage_states import StageStates
+from graftline.engine.state_pool import StatePool
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import StagePools
+from graftline.engine.verify_state import build_verify_state
 from graftline.errors import InvalidRequestError
 
 
@@ -44,7 +58,7 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
     is_first, is_last = index == 0, index == config.num_stages - 1
     drafts = config.tree.speculates and config.draft_head is not None
     layers = config.stage_layers(index)
-    model = DenseModel(
+    model = load_model(
         checkpoint,
         layers,
         dtype,
@@ -53,7 +67,8 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
         with_head=is_last,
     )
     geometry = target_geometry(config, target, index)
-    pool = KvPool(geometry, config.num_pages, first_layer=layers.start, device=device)
+    pool = KvPool(geometry, config.num_pages, layers=target.attention_layers(layers), device=device)
+    states = _build_states(config, target, index)
     gate = StepGate()
     drafter, draft_pool = None, None
     if is_last and drafts:
@@ -62,30 +77,56 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
         model,
         pool,
         is_first=is_first,
-        capture=captured_layers(config, target.num_layers, index),
+        capture=captured_layers(config, target, index),
         last=LastStage(model, drafter, config.page_size, device) if is_last else None,
         gate=gate,
         device=device,
+        states=states,
     )
-    pools = StagePools(index, pool, draft_pool)
-    _check_planned(config, target, pools)
+    pools = StagePools(index, pool, draft_pool, None if states is None else states.pool)
+    _check_planned(config, target, pools, states)
     return BuiltStage(stage, pools, gate)
 
 
-def captured_layers(config: EngineConfig, num_layers: int, stage: int) -> tuple[int, ...]:
+def captured_layers(config: EngineConfig, target: ModelConfig, stage: int) -> tuple[int, ...]:
     """Features that a stage takes, ascending: layer counts reached within it (0 belongs to the first stage)."""
-    if not config.tree.speculates or config.draft_head is None:
+    head = chosen_head(config, target)
+    if head is None:
         return ()
-    wanted = read_draft_head_config(Path(config.draft_head)).features_of(num_layers)
+    wanted = head.features_of(target.num_layers)
     layers = config.stage_layers(stage)
     lowest = 0 if stage == 0 else layers.start + 1
     return tuple(sorted({layer for layer in wanted if lowest <= layer <= layers.stop}))
 
 
-def _build_drafter(config: EngineConfig, checkpoint: Checkpoint, model: DenseModel) -> tuple[Drafter, KvPool]:
+def _build_states(config: EngineConfig, target: ModelConfig, stage: int) -> StageStates | None:
+    geometry, slots = state_geometry(config, target, stage), config.max_running
+    if geometry is None:
+        return None
+    verify = None
+    if keeps_nodes(config):
+        verify = build_verify_state(geometry, config.verify_state, slots, config.tree.nodes, config.device)
+    return StageStates(StatePool(geometry, slots, config.device), verify)
+
+
+def _build_drafter(config: EngineConfig, checkpoint: Checkpoint, model: TargetModel) -> tuple[Drafter, KvPool]:
     assert config.draft_head is not None
-    device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    target = checkpoint.config
+    device, target = torch.device(config.device), checkpoint.config
+    pool = KvPool(
+        draft_geometry(config, head_named(config.draft_head, target)),
+        config.num_pages,
+        layers=(0,),
+        scratch_pages=draft_scratch_pages(config),
+        device=device,
+    )
+    return Drafter(_load_head(config, checkpoint, model, device), pool, config.tree), pool
+
+
+def _load_head(config: EngineConfig, checkpoint: Checkpoint, model: TargetModel, device: torch.device) -> DraftModule:
+    assert config.draft_head is not None
+    dtype, target = DTYPES[config.dtype], checkpoint.config
+    if config.draft_head == MTP_HEAD:
+        return MtpModule(checkpoint, dtype, device, model.embed, model.logits)
     shared = TargetHead(
         embed=model.embed,
         head_rows=model.head_rows,
@@ -101,19 +142,12 @@ def _build_drafter(config: EngineConfig, checkpoint: Checkpoint, model: DenseMod
             f"{config.draft_head} was made for hidden size {head.target_hidden_size} and a vocabulary of "
             f"{head.vocab_size}; the target has {target.hidden_size} and {target.vocab_size}",
         )
-    pool = KvPool(
-        draft_geometry(config, head),
-        config.num_pages,
-        first_layer=0,
-        scratch_pages=draft_scratch_pages(config),
-        device=device,
-    )
-    return Drafter(layer, pool, config.tree), pool
+    return layer
 
 
-def _check_planned(config: EngineConfig, target: ModelConfig, pools: StagePools) -> None:
+def _check_planned(config: EngineConfig, target: ModelConfig, pools: StagePools, states: StageStates | None) -> None:
     """What was allocated must be what was planned, to the byte."""
-    head = read_draft_head_config(Path(config.draft_head)) if pools.draft is not None and config.draft_head else None
-    planned = plan_memory(config, target, head).stages[pools.stage].pool_bytes
-    allocated = pools.target.num_bytes + (pools.draft.num_bytes if pools.draft is not None else 0)
+    planned = plan_memory(config, target, chosen_head(config, target)).stages[pools.stage].pool_bytes
+    owned = [pools.target, pools.draft, pools.states, None if states is None else states.verify]
+    allocated = sum(pool.num_bytes for pool in owned if pool is not None)
     assert planned == allocated, f"stage {pools.stage}: {allocated} bytes of pools allocated, {planned} planned"

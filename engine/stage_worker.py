@@ -17,6 +17,7 @@ from graftline.engine.plan import (
     PairPeer,
     SendDone,
     SendOrder,
+    SentPool,
     StageAlive,
     StageFailed,
     StepPlan,
@@ -158,7 +159,8 @@ class StageWorker:
                     raise TypeError(f"{type(message).__name__} on the control link")
 
     def _ready(self, order: SendOrder) -> Callable[[float], bool]:
-        return lambda timeout_s: self._gate.wait(order.after_step, drafter=order.drafter, timeout_s=timeout_s)
+        is_draft = order.pool is SentPool.DRAFT
+        return lambda timeout_s: self._gate.wait(order.after_step, drafter=is_draft, timeout_s=timeout_s)
 
     def _done(self, done: SendDone) -> None:
         try:

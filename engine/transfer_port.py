@@ -6,6 +6,7 @@ from typing import Protocol
 
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.plan import SendDone, SendOrder
+from graftline.engine.state_pool import StatePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +16,13 @@ class StagePools:
     Attributes:
         target: pages of the stage's target layers.
         draft: pages of the drafter, on the last stage of a speculating worker.
+        states: recurrent state, on a stage with linear layers.
     """
 
     stage: int
     target: KvPool
     draft: KvPool | None
+    states: StatePool | None = None
 
 
 class TransferPort(Protocol):

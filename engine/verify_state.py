@@ -7,23 +7,16 @@ again. Both give the bits that plain decoding gives.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from graftline.engine.state_pool import StateGeometry, StatePool, typed_view
+from graftline.engine.verify_mode import VerifyMode
 from graftline.kernels.causal_conv import move_windows
 from graftline.kernels.gated_delta import gated_delta
 from graftline.kernels.state_rows import StateRows, chain_rows
-
-
-class VerifyMode(Enum):
-    """What is kept of a node."""
-
-    SNAPSHOT = "snapshot"
-    REPLAY = "replay"
 
 
 @dataclass(frozen=True, slots=True)

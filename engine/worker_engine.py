@@ -1,6 +1,7 @@
 """Puts a worker's engine together: pipeline, scheduler, and what the services tell others about it."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from graftline.engine.config import EngineConfig, Role
+from graftline.engine.config import MTP_HEAD, EngineConfig, Role
 from graftline.engine.decode_engine import DecodeScheduler
-from graftline.engine.draft_head.config import CONFIG_FILE, WEIGHTS_FILE, read_draft_head_config
+from graftline.engine.draft_choice import chosen_head
+from graftline.engine.draft_head.config import CONFIG_FILE, WEIGHTS_FILE
 from graftline.engine.layer_split import check_split
 from graftline.engine.memory_plan import MemoryPlan, plan_memory
 from graftline.engine.models.card import ModelCardData
@@ -22,6 +24,8 @@ from graftline.engine.service_api import EngineLoad
 from graftline.engine.step_pipeline import StepPipeline
 from graftline.engine.transfer_port import TransferPort
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
@@ -32,6 +36,7 @@ class WorkerFacts:
         fingerprint: everything that must agree between a prefill and a decode, by name.
         memory: what the pools and weights of every stage take.
         skipped_bytes: what a decode of the same settings would take on top.
+        has_state: the model keeps recurrent state.
     """
 
     card: ModelCardData
@@ -40,6 +45,7 @@ class WorkerFacts:
     num_stages: int
     memory: MemoryPlan | None = None
     skipped_bytes: int = 0
+    has_state: bool = False
 
 
 def worker_facts(config: EngineConfig, checkpoint: Checkpoint) -> WorkerFacts:
@@ -54,27 +60,28 @@ def worker_facts(config: EngineConfig, checkpoint: Checkpoint) -> WorkerFacts:
         "draft_depth": str(tree.depth),
         "draft_branching": str(tree.branching),
         "draft_nodes": str(tree.nodes),
-        "drafter_hash": draft_head_hash(Path(config.draft_head)) if tree.speculates and config.draft_head else "none",
+        "drafter_hash": draft_head_hash(config.draft_head) if tree.speculates and config.draft_head else "none",
     }
     pool_len = config.num_pages * config.page_size
-    head = read_draft_head_config(Path(config.draft_head)) if config.draft_head else None
-    memory = plan_memory(config, model, head)
-    as_decode = plan_memory(msgspec.structs.replace(config, role=Role.DECODE), model, head)
+    memory = plan_memory(config, model, chosen_head(config, model))
     return WorkerFacts(
         checkpoint.card,
         min(model.context_length, pool_len),
         fingerprint,
         config.num_stages,
         memory,
-        as_decode.pool_bytes - memory.pool_bytes,
+        memory.skipped_bytes,
+        bool(model.linear_layers(range(model.num_layers))),
     )
 
 
-def draft_head_hash(folder: Path) -> str:
-    """Equal for equal draft heads, wherever they lie; 32 hex digits."""
+def draft_head_hash(draft_head: str) -> str:
+    """Equal for equal draft heads, wherever they lie; 32 hex digits. An MTP module is in the model's hash already."""
+    if draft_head == MTP_HEAD:
+        return MTP_HEAD
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        digest.update((folder / name).read_bytes())
+        digest.update((Path(draft_head) / name).read_bytes())
     return digest.hexdigest()[:32]
 
 
@@ -124,7 +131,12 @@ def start_prefill_engine(
     """
     assert config.role is Role.PREFILL
     facts, inbox, pipeline = _prepare(config, port, command)
-    scheduler = PrefillScheduler(config, StepPipeline(pipeline), facts.context_len, facts.card.vocab_size)
+    if facts.has_state and config.prefix_cache:
+        logger.info("no prefix cache: recurrent state goes with a whole prompt only")
+        config = msgspec.structs.replace(config, prefix_cache=False)
+    scheduler = PrefillScheduler(
+        config, StepPipeline(pipeline), facts.context_len, facts.card.vocab_size, facts.has_state
+    )
     _run(scheduler, pipeline, inbox, timeout_s)
     return WorkerEngine(facts, scheduler, pipeline)
 
@@ -140,7 +152,9 @@ def start_decode_engine(
     """
     assert config.role is Role.DECODE
     facts, inbox, pipeline = _prepare(config, port, command)
-    scheduler = DecodeScheduler(config, StepPipeline(pipeline), facts.context_len, facts.card.vocab_size)
+    scheduler = DecodeScheduler(
+        config, StepPipeline(pipeline), facts.context_len, facts.card.vocab_size, facts.has_state
+    )
     _run(scheduler, pipeline, inbox, timeout_s)
     return WorkerEngine(facts, scheduler, pipeline)
 

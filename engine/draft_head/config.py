@@ -23,11 +23,13 @@ class DraftHeadKind(Enum):
 
     EAGLE: `fc` over [embedding, last hidden state], then one decoder layer; its output stands for the target's
     final-normed hidden state. EAGLE3: `fc` over several hidden states of the target, then one decoder layer over
-    [norm(embedding), norm(feature)], a final norm, and an output head over a reduced draft vocabulary.
+    [norm(embedding), norm(feature)], a final norm, and an output head over a reduced draft vocabulary. MTP: the
+    module that the target's own checkpoint carries (Qwen3-Next); it has no directory of its own.
     """
 
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
+    MTP = "mtp"
 
 
 @dataclass(frozen=True, slots=True)

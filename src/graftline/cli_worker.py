@@ -140,13 +140,13 @@ def decode(**given: Any) -> None:
 
 def plan(role: Annotated[Role, typer.Argument(help="prefill or decode.")], **given: Any) -> None:
     """Print how many bytes every stage of a worker would take, without starting it."""
-    from graftline.engine.draft_head.config import read_draft_head_config
+    from graftline.engine.draft_choice import chosen_head
     from graftline.engine.memory_plan import plan_memory
     from graftline.engine.models.checkpoint import open_checkpoint
 
     config = resolve_engine_config(engine_options(given), role)
-    head = read_draft_head_config(Path(config.draft_head)) if config.draft_head else None
-    memory = plan_memory(config, open_checkpoint(Path(config.model)).config, head)
+    model = open_checkpoint(Path(config.model)).config
+    memory = plan_memory(config, model, chosen_head(config, model))
     table = Table("stage", "layers", "weights", "target KV", "draft KV", "draft scratch")
     for stage in memory.stages:
         parts = (stage.weight_bytes, stage.target_kv_bytes, stage.draft_kv_bytes, stage.draft_scratch_bytes)

@@ -145,7 +145,7 @@ class Bench:
         config = self.layer.config
         geometry = KvGeometry(1, page_size, config.num_kv_heads, config.head_dim, torch.float32)
         scratch = scratch_pages_for(shape, page_size, max_trees)
-        self.pool = KvPool(geometry, 300 // page_size, first_layer=0, scratch_pages=scratch)
+        self.pool = KvPool(geometry, 300 // page_size, layers=(0,), scratch_pages=scratch)
         self.pool.data.fill_(torch.nan)
         self.drafter = Drafter(self.layer, self.pool, shape)
         self.naive = NaiveHead(path, self.layer, world.plain.path)

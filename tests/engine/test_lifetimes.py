@@ -11,7 +11,7 @@ from faulty_port import Fault
 from local_pair import DECODE, PREFILL, Answer, Ask, Call, End, Event, local_pair
 from tiny_world import TinyWorld, prompt
 
-from graftline.engine.plan import SendOrder
+from graftline.engine.plan import SendOrder, SentPool
 from graftline.engine.request import FinishReason, Request, RequestId, RequestKey, Sampling, Stopping
 from graftline.engine.service_api import (
     DecodeFailed,
@@ -147,7 +147,7 @@ def fail_once(fault: Fault, stage: int = 0, drafter: bool = False) -> Callable[[
     faults = [fault]
 
     def rule(order: SendOrder, from_stage: int) -> Fault | None:
-        return faults.pop() if faults and (from_stage, order.drafter) == (stage, drafter) else None
+        return faults.pop() if faults and (from_stage, order.pool is SentPool.DRAFT) == (stage, drafter) else None
 
     return rule
 

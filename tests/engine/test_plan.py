@@ -19,6 +19,7 @@ from graftline.engine.plan import (
     SegmentOutcome,
     SendDone,
     SendOrder,
+    SentPool,
     SlotOpening,
     StageAlive,
     StageFailed,
@@ -54,7 +55,7 @@ MESSAGES: list[Message] = [
     StageFailed(1, "out of memory"),
     PairPeer("peer", b"\xff"),
     ForgetPeer("peer"),
-    SendOrder(4, "r/0", "peer", 7, True, [(1, 2), (3, 4)]),
+    SendOrder(4, "r/0", "peer", 7, SentPool.DRAFT, [(1, 2), (3, 4)]),
     CancelSends("r/0"),
     SendDone(4, 1, 4096, 0.01, "refused", False),
 ]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from graftline.engine.pages import PageAllocator
 from graftline.engine.quarantine import Quarantine
+from graftline.engine.slots import SlotPool
 
 
 @dataclass
@@ -16,7 +17,7 @@ class Clock:
 
 def test_pages_return_when_their_writer_is_gone_or_time_is_up() -> None:
     clock, allocator = Clock(), PageAllocator(8)
-    quarantine = Quarantine(allocator, hold_s=60.0, clock=clock)
+    quarantine = Quarantine(allocator, SlotPool(2), hold_s=60.0, clock=clock)
     first, second, third = allocator.allocate(2), allocator.allocate(3), allocator.allocate(1)
     quarantine.add("a", first)
     clock.now += 30
@@ -42,3 +43,15 @@ def test_pages_return_when_their_writer_is_gone_or_time_is_up() -> None:
     quarantine.forget_peer("b")
     assert allocator.gauges().free == 8
     allocator.check_invariants()
+
+
+def test_a_slot_with_state_returns_with_its_pages() -> None:
+    allocator, slots = PageAllocator(8), SlotPool(2)
+    quarantine = Quarantine(allocator, slots, hold_s=60.0, clock=Clock())
+    quarantine.add("a", allocator.allocate(1), slots.take())
+    quarantine.add("b", allocator.allocate(1))
+    assert slots.num_free == 1
+    quarantine.forget_peer("b")
+    assert slots.num_free == 1, "the other entry held no slot"
+    quarantine.forget_peer("a")
+    assert slots.num_free == 2

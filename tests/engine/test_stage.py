@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graftline.engine.config import EngineConfig, Role
 from graftline.engine.kv_pool import KvPool
+from graftline.engine.models.config import read_config
 from graftline.engine.plan import PageChange, Segment, SlotOpening, StepPlan, StepResult, StepTokens
 from graftline.engine.request import DraftTree
 from graftline.engine.stage_builder import build_stage, captured_layers
@@ -151,4 +152,5 @@ def test_every_feature_is_taken_by_the_stage_that_reaches_it(
     config = EngineConfig(
         model=str(world.plain.path), role=Role.DECODE, draft_head=str(world.eagle3), layer_split=split
     )
-    assert [captured_layers(config, 4, stage) for stage in range(len(split))] == captured
+    target = read_config(world.plain.path)
+    assert [captured_layers(config, target, stage) for stage in range(len(split))] == captured

@@ -410,6 +410,8 @@ def local_pair(
         for pools in network.pools:
             _poison(pools.target)
             _poison(pools.draft)
+            if pools.states is not None:
+                pools.states.data.fill_(0xFF)  # NaN of both types
         pair = LocalPair(engines[0], engines[1], network)
         pair.introduce()
         yield pair

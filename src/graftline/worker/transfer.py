@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from graftline.engine.kv_pool import KvPool
-from graftline.engine.plan import SendDone, SendOrder
+from graftline.engine.plan import SendDone, SendOrder, SentPool
+from graftline.engine.state_pool import StatePool
 from graftline.engine.transfer_port import StagePools
 from graftline.errors import GraftlineError, InvalidRequestError
 from graftline.kv_transfer.copy_plan import CopyPlanner
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 TARGET_KINDS = frozenset({BufferKind.K, BufferKind.V})
 DRAFT_KINDS = frozenset({BufferKind.DRAFT_K, BufferKind.DRAFT_V})
+STATE_KINDS = frozenset({BufferKind.CONV, BufferKind.SSM})
+_KINDS = {SentPool.TARGET: TARGET_KINDS, SentPool.DRAFT: DRAFT_KINDS, SentPool.STATE: STATE_KINDS}
 _JOIN_S = 5.0
 
 
@@ -53,10 +56,13 @@ class StagePort:
     def open(self, pools: StagePools) -> bytes:
         """Registers the pools; a serialized `StageLayout` says where they lie."""
         buffers = pool_buffers(pools.target, BufferKind.K, BufferKind.V)
-        registered = [pools.target]
+        registered: list[KvPool | StatePool] = [pools.target] if buffers else []
         if pools.draft is not None:
             buffers += pool_buffers(pools.draft, BufferKind.DRAFT_K, BufferKind.DRAFT_V)
             registered.append(pools.draft)
+        if pools.states is not None:
+            buffers += state_buffers(pools.states)
+            registered.append(pools.states)
         for pool in registered:
             self._transport.register(pool.data.data_ptr(), pool.num_bytes)
         self._layout = StageLayout(self._stage, self._transport.session_id, tuple(buffers))
@@ -84,7 +90,10 @@ class StagePort:
         try:
             if planner is None:
                 raise InvalidRequestError("peer", f"{order.peer} is not paired")
-            by_session = planner.plan(DRAFT_KINDS if order.drafter else TARGET_KINDS, order.pages)
+            by_session = planner.plan(_KINDS[order.pool], order.units)
+            if not by_session:  # a stage without layers of this kind
+                done(self._answer(order, TransferOutcome(None, drained=True)))
+                return
             gather = Gather(len(by_session), lambda outcome: done(self._answer(order, outcome)))
             deadline_s = time.monotonic() + self._order_timeout_s
             self._worker.submit(
@@ -173,13 +182,37 @@ def pool_buffers(pool: KvPool, keys: BufferKind, values: BufferKind) -> list[Buf
     dtype = str(geometry.dtype).removeprefix("torch.")
     return [
         BufferLayout(
-            key=BufferKey(kind, pool.first_layer + index),
+            key=BufferKey(kind, layer),
             dtype=dtype,
             base_address=base + (2 * index + half) * entry,
             unit_bytes=entry,
             unit_stride_bytes=geometry.page_bytes,
             num_units=pool.num_pages,
         )
-        for index in range(geometry.num_layers)
+        for index, layer in enumerate(pool.layers)
         for half, kind in enumerate((keys, values))
     ]
+
+
+def state_buffers(pool: StatePool) -> list[BufferLayout]:
+    """Conv window and recurrent state of every layer of a pool, slot by slot; the padding slot is nobody's business."""
+    geometry, base = pool.geometry, pool.data.data_ptr()
+
+    def buffer(kind: BufferKind, layer: int, dtype: str, offset: int, num_bytes: int) -> BufferLayout:
+        return BufferLayout(
+            key=BufferKey(kind, layer),
+            dtype=dtype,
+            base_address=base + offset,
+            unit_bytes=num_bytes,
+            unit_stride_bytes=geometry.slot_bytes,
+            num_units=pool.num_slots,
+        )
+
+    window_dtype = str(geometry.dtype).removeprefix("torch.")
+    found = []
+    for layer in geometry.layers:
+        found += [
+            buffer(BufferKind.CONV, layer, window_dtype, geometry.window_offset(layer), geometry.window_bytes),
+            buffer(BufferKind.SSM, layer, "float32", geometry.state_offset(layer), geometry.state_bytes),
+        ]
+    return found

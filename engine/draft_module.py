@@ -1,0 +1,47 @@
+"""What every kind of draft head offers the drafter."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from graftline.engine.kv_pool import KvPool
+from graftline.kernels.attention_batch import AttentionBatch
+
+
+class DraftModule(Protocol):
+    """A draft head's layer with its input fusion and output head, over paged drafter KV.
+
+    Attributes:
+        feature_layers: what it wants of the target; see `DraftHeadConfig.feature_layers`.
+    """
+
+    feature_layers: tuple[int, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of `logits`."""
+
+    def reaches(self, position: int) -> bool:
+        """Whether the head may run at this position."""
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Vocabulary ids of the target for ids of the draft vocabulary."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[rows, num_features * target_hidden] of the target -> [rows, hidden]: what stands for one feature."""
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[rows, hidden] outputs -> [rows, draft_vocab] float32."""
+
+    def forward(self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool) -> Tensor:
+        """[rows, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV."""
+
+    def forward_newest(
+        self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool, newest: int
+    ) -> Tensor:
+        """Like `forward`, but only the last `newest` rows of every segment are new; earlier ones keep their KV.
+
+        Args:
+            feature: [segments * newest, hidden].
+            next_tokens: [segments * newest].
+        """

@@ -1,0 +1,22 @@
+"""The model class of a checkpoint."""
+
+import torch
+
+from graftline.engine.models.checkpoint import Checkpoint
+from graftline.engine.models.dense import DenseModel
+from graftline.engine.models.qwen3_next import Qwen3NextModel
+from graftline.engine.models.target_model import TargetModel
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    layers: range,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    with_embedding: bool = True,
+    with_head: bool = True,
+) -> TargetModel:
+    """Loads layers of a model of any family; see `DenseModel` for arguments and errors."""
+    kind = DenseModel if checkpoint.config.hybrid is None else Qwen3NextModel
+    return kind(checkpoint, layers, dtype, device, with_embedding=with_embedding, with_head=with_head)
