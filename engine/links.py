@@ -6,6 +6,8 @@ torch.distributed group of its own, so that a blocked receive on one link never 
 
 import queue
 import struct
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -72,6 +74,50 @@ class LocalLink:
     def close(self) -> None:
         """Every receive from now on, once what was sent is read, raises."""
         self._queue.put(_Closed())
+
+
+MAX_UNSENT = 4096
+
+
+class QueuedSender:
+    """Sends on a link from a thread of its own: an end that reads nothing holds up nobody here.
+
+    A send on a gloo link waits until the other end receives it.
+
+    Args:
+        on_failure: told once why the link is of no use any more.
+    """
+
+    def __init__(self, sender: Sender, name: str, on_failure: Callable[[str], None]) -> None:
+        self._sender = sender
+        self._on_failure = on_failure
+        self._failure: str | None = None
+        self._unsent: queue.SimpleQueue[tuple[Message, Tensor | None] | _Closed] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def send(self, message: Message, payload: Tensor | None = None) -> None:
+        """See `Sender`; raises as well when too much is unsent."""
+        if self._failure is None and self._unsent.qsize() >= MAX_UNSENT:
+            self._failure = f"{MAX_UNSENT} messages are unsent"
+        if self._failure is not None:
+            raise PeerUnavailableError(self._failure)
+        self._unsent.put((message, payload))
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the thread once everything is sent; whether it did in time."""
+        self._unsent.put(_Closed())
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not isinstance(item := self._unsent.get(), _Closed):
+            try:
+                self._sender.send(*item)
+            except PeerUnavailableError as error:
+                self._failure = str(error)
+                self._on_failure(self._failure)
+                return
 
 
 # First frame of a message: lengths, then as much of the message as fits. Small plans take one send.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -21,7 +22,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from graftline.engine.config import EngineConfig, StageMode
-from graftline.engine.links import GlooLink, HubLinks, LocalLink, Receiver, Sender, StageLinks, connect_gloo_stages
+from graftline.engine.links import (
+    GlooLink,
+    HubLinks,
+    LocalLink,
+    QueuedSender,
+    Receiver,
+    Sender,
+    StageLinks,
+    connect_gloo_stages,
+)
 from graftline.engine.plan import (
     Control,
     Heartbeat,
@@ -41,6 +51,11 @@ from graftline.errors import InternalError, PeerUnavailableError
 logger = logging.getLogger(__name__)
 
 STAGE_CONFIG_VARIABLE = "GRAFTLINE_STAGE_CONFIG"
+
+
+def joined_key(stage: int) -> str:
+    """What a stage process writes into the rendezvous store as soon as it runs."""
+    return f"graftline/stage/{stage}"
 
 
 class Inbox(Protocol):
@@ -96,6 +111,8 @@ class Pipeline:
         self._workers: list[StageWorker] = []
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._readers: list[threading.Thread] = []
+        self._chain: list[LocalLink] = []
+        self._queued: list[QueuedSender] = []
         self._plans: Sender | None = None
         self._controls: list[Sender] = []
         self._stopping = False
@@ -157,9 +174,11 @@ class Pipeline:
         self._stopping = True
         deadline = time.monotonic() + timeout_s
         self._say_stop()
-        for worker in self._workers:
+        for stage, worker in enumerate(self._workers):
             if not worker.join(max(0.1, deadline - time.monotonic())):
                 logger.warning("a stage thread did not end within %.1f s", timeout_s)
+            for link in self._chain[stage + 1 : stage + 2]:
+                link.close()  # a stage that died handed no `Stop` on
         for stage, child in self._children.items():
             try:
                 child.wait(max(0.1, deadline - time.monotonic()))
@@ -167,6 +186,10 @@ class Pipeline:
                 logger.warning("stage %d did not end and is killed", stage)
                 child.kill()
                 child.wait()
+        for queued in self._queued:
+            queued.close(max(0.1, deadline - time.monotonic()))
+        for reader in self._readers:
+            reader.join(max(0.1, deadline - time.monotonic()))
         if self._children and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -218,11 +241,11 @@ class Pipeline:
 
     def _start_threads(self) -> None:
         count = self._config.num_stages
-        chain = [LocalLink() for _ in range(count)]
-        self._plans = chain[0]
+        self._chain = [LocalLink() for _ in range(count)]
+        self._plans = self._chain[0]
         for stage in range(count):
-            downstream = chain[stage + 1] if stage + 1 < count else None
-            self._start_local_stage(stage, chain[stage], downstream)
+            downstream = self._chain[stage + 1] if stage + 1 < count else None
+            self._start_local_stage(stage, self._chain[stage], downstream)
 
     def _start_local_stage(self, stage: int, upstream: Receiver, downstream: Sender | None) -> None:
         control = LocalLink()
@@ -251,7 +274,9 @@ class Pipeline:
         self._plans = plans
         self._start_local_stage(0, plans, downstream)
         for stage, hub in enumerate(hubs, start=1):
-            self._controls.append(hub.control)
+            queued = QueuedSender(hub.control, f"stage-{stage}-sender", partial(self._fail, stage))
+            self._queued.append(queued)
+            self._controls.append(queued)
             for receiver in (hub.results, hub.reports):
                 reader = threading.Thread(
                     target=self._read, args=(stage, receiver), name=f"stage-{stage}-reader", daemon=True
@@ -273,6 +298,7 @@ class Pipeline:
             store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False, timeout=timeout)
             for stage in range(1, count):
                 self._children[stage] = self._spawn(stage, store.port)
+            self._await_children(store, deadline)
             dist.init_process_group("gloo", store=store, rank=0, world_size=count, timeout=timeout)
         _, downstream, stars = connect_gloo_stages(count, 0)
         assert downstream is not None
@@ -283,6 +309,17 @@ class Pipeline:
             assert star.reports is not None
             hubs.append(HubLinks(star.control, star.results, star.reports))
         return downstream, hubs
+
+    def _await_children(self, store: TCPStore, deadline: float) -> None:
+        """Until every stage process runs; joining them is one long blocking call that would notice no death."""
+        keys = [joined_key(stage) for stage in self._children]
+        while not store.check(keys):
+            self._check_children()
+            if self._start_failure is not None:
+                raise InternalError(f"a stage did not start: {self._start_failure}")
+            if time.monotonic() > deadline:
+                raise InternalError("the processes of later stages did not come up in time")
+            time.sleep(0.02)
 
     def _spawn(self, stage: int, port: int) -> subprocess.Popen[bytes]:
         environment = {

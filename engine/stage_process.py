@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from graftline.engine.config import EngineConfig
 from graftline.engine.links import StageLinks, connect_gloo_stages
-from graftline.engine.pipeline import STAGE_CONFIG_VARIABLE
+from graftline.engine.pipeline import STAGE_CONFIG_VARIABLE, joined_key
 from graftline.engine.plan import StageFailed, StageReady
 from graftline.engine.stage_builder import build_stage
 from graftline.engine.stage_worker import StageWorker
@@ -47,6 +47,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
             is_master=False,
             timeout=JOIN_TIMEOUT,
         )
+        store.set(joined_key(stage), "")
         dist.init_process_group("gloo", store=store, rank=stage, world_size=config.num_stages, timeout=JOIN_TIMEOUT)
     else:
         dist.init_process_group("gloo", init_method="env://", timeout=JOIN_TIMEOUT)
