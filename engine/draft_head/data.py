@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from graftline.engine.draft_head.dialogs import DialogFormat
 from graftline.engine.draft_head.step_graphs import StepGraphs
@@ -107,7 +107,7 @@ class DialogGenerator:
         turns = _Turns(start_mode, torch.zeros_like(start_mode))
         for position in range(shared, length):
             temperature = torch.where(turns.mode == _ANSWER, temperatures, self._options.user_temperature)
-            drawn = self._draw(F.linear(hidden, target.lm_head), temperature, self._options.min_p)
+            drawn = self._draw(functional.linear(hidden, target.lm_head), temperature, self._options.min_p)
             token, mode, place, answered = self._advance_turns(drawn, turns.mode, turns.place)
             given = position < lengths
             token = torch.where(given, tokens[:, position], token)

@@ -28,6 +28,11 @@ class DialogFormat:
     answer_to_user: tuple[int, ...]
     end_ids: tuple[int, ...]
 
+    @property
+    def always_kept(self) -> tuple[int, ...]:
+        """Ids that every draft vocabulary should hold."""
+        return tuple(sorted({*self.user_to_answer, *self.answer_to_user, *self.end_ids}))
+
 
 class DialogWriter:
     """Turns messages into token ids with a model's own template and tokenizer.

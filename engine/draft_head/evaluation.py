@@ -1,134 +1,134 @@
-"""Accept length of a head on held-out prompts: chains, trees, per depth, per kind."""
+"""`draft-head eval`: how long the accepted runs of a head are on held-out prompts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from graftline.engine.draft_head.acceptance import Answer, Rounds, accepted_by_root, chain_hits, walk
-from graftline.engine.draft_head.config import DraftHeadConfig
-from graftline.engine.draft_head.module import HeadWeights, Unroller
-from graftline.engine.draft_head.target import TargetRunner
-from graftline.engine.draft_head.trees import TreeSimulator
+from graftline.engine.draft_head.answers import Prompt, write_answers
+from graftline.engine.draft_head.dialogs import DialogWriter
+from graftline.engine.draft_head.measure import (
+    CHAIN_STEPS,
+    TREE_SHAPES,
+    Head,
+    KindFigures,
+    answer_states,
+    measure,
+)
+from graftline.engine.draft_head.target import Target, TargetRunner
+from graftline.engine.draft_head.weights import head_weights, kept_ids, read_draft_head
+from graftline.engine.models.checkpoint import open_checkpoint
 from graftline.engine.tree_shape import TreeShape
-
-CHAIN_STEPS = (1, 2, 3, 4, 5)
-TREE_SHAPES = (TreeShape(4, 2, 8), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
+from graftline.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerState:
-    """An answer with what the head reads of it: features [T, n * target_h]."""
-
-    answer: Answer
-    features: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A head ready to be measured, in the target's type and on its device."""
-
-    config: DraftHeadConfig
-    weights: HeadWeights
-    embed: Tensor  # [vocab, h]
-    vocab_rows: Tensor  # [V, h]
-    kept_ids: Tensor  # [V]
-
-
-@dataclass(frozen=True, slots=True)
-class KindFigures:
-    """Figures of one kind of prompt.
+class EvalOptions:
+    """What to measure.
 
     Attributes:
-        by_shape: "S3" for a chain of three steps, "S5 K4 V16" for a tree.
-        depth_acceptance: share of chain drafts accepted at depth 1, 2, ... given those before, at real roots.
+        prompts: JSON lines with `kind` and `messages`.
+        limit: prompts of each kind, 0 for all.
+        temperatures: each gets a set of figures; 0 is greedy, others draw with `seed` as serving does.
+        shapes: trees, next to chains of 1 to 5 steps.
     """
 
-    by_shape: Mapping[str, Rounds]
-    depth_acceptance: tuple[float, ...]
+    model: Path
+    head: Path
+    prompts: Path
+    kinds: tuple[str, ...] = ()
+    limit: int = 0
+    max_new_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    shapes: tuple[TreeShape, ...] = TREE_SHAPES
+    seed: int = 0
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
 
-def answer_states(runner: TargetRunner, answers: Iterable[Answer], feature_layers: Sequence[int]) -> list[AnswerState]:
-    """Run the target over every answer once."""
-    device = runner.target.device
-    states = []
-    for answer in answers:
-        tokens = answer.tokens.to(device)
-        features = runner.features(tokens[None], feature_layers).features[0]
-        states.append(AnswerState(Answer(tokens, answer.num_prompt_tokens, answer.kind), features))
-    return states
+@dataclass(frozen=True, slots=True)
+class TemperatureFigures:
+    """Figures of every kind at one temperature."""
+
+    temperature: float
+    by_kind: Mapping[str, KindFigures]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: accept length and rounds by kind and shape, acceptance by depth."""
+        return {
+            "temperature": self.temperature,
+            "kinds": {
+                kind: {
+                    "accept_length": {label: rounds.accept_length for label, rounds in figures.by_shape.items()},
+                    "rounds": {label: rounds.num_rounds for label, rounds in figures.by_shape.items()},
+                    "depth_acceptance": list(figures.depth_acceptance),
+                }
+                for kind, figures in self.by_kind.items()
+            },
+        }
 
 
-def measure(
-    head: Head, states: Sequence[AnswerState], shapes: Sequence[TreeShape], chain_steps: Sequence[int] = CHAIN_STEPS
-) -> dict[str, KindFigures]:
-    """Figures for each kind among the states; a chain of S steps is the tree of S steps, K = 1, V = S + 1."""
-    simulator = TreeSimulator(head.config, head.weights, head.embed, head.vocab_rows, head.kept_ids)
-    unroller = Unroller(head.config)
-    rounds: dict[str, dict[str, Rounds]] = {}
-    depths: dict[str, Tensor] = {}
-    for state in states:
-        answer, length = state.answer, len(state.answer.tokens)
-        if length - answer.num_prompt_tokens < 2:
-            continue
-        hits = _answer_hits(head, unroller, state, max(chain_steps))
-        of_kind = rounds.setdefault(answer.kind, {})
-        for steps in chain_steps:
-            accepted = accepted_by_root(hits, steps)[0].tolist()
-            label = f"S{steps}"
-            of_kind[label] = of_kind.get(label, Rounds(0, 0)) + walk(accepted, answer.num_prompt_tokens, length)
-        counts = _depth_counts(hits, answer.num_prompt_tokens)
-        depths[answer.kind] = depths.get(answer.kind, torch.zeros_like(counts)) + counts
-        for shape in shapes:
-            first = answer.num_prompt_tokens - 1
-            accepted = [0] * first + simulator.accepted(answer.tokens, state.features, first, shape).tolist()
-            of_kind[shape_label(shape)] = of_kind.get(shape_label(shape), Rounds(0, 0)) + walk(
-                accepted, answer.num_prompt_tokens, length
-            )
-    return {
-        kind: KindFigures(of_kind, tuple((depths[kind][1] / depths[kind][0].clamp_min(1)).tolist()))
-        for kind, of_kind in rounds.items()
-    }
+def evaluate(options: EvalOptions, report: Callable[[str], None] = lambda _: None) -> list[TemperatureFigures]:
+    """Measure a head; `report` hears in words what is going on.
+
+    Raises:
+        InvalidRequestError: a file that cannot be used, or a head made for another kind of target.
+    """
+    checkpoint = open_checkpoint(options.model)
+    config, tensors = read_draft_head(options.head)
+    if (config.target_hidden_size, config.vocab_size) != (checkpoint.config.hidden_size, checkpoint.config.vocab_size):
+        raise InvalidRequestError(
+            "draft_head",
+            f"made for hidden size {config.target_hidden_size} and {config.vocab_size} tokens, the model has "
+            f"{checkpoint.config.hidden_size} and {checkpoint.config.vocab_size}",
+        )
+    writer = DialogWriter(checkpoint.card)
+    prompts = list(read_prompts(options.prompts, writer, options.kinds, options.limit))
+    report(f"{len(prompts)} prompts; reading the model")
+    target = Target.load(checkpoint, torch.device(options.device), options.dtype)
+    runner = TargetRunner(target, compiled=False)
+    kept = kept_ids(config, tensors).to(target.device)
+    embed = tensors["embed_tokens.weight"].to(target.embed) if "embed_tokens.weight" in tensors else target.embed
+    rows = tensors["lm_head.weight"].to(target.embed) if "lm_head.weight" in tensors else target.lm_head[kept]
+    head = Head(config, head_weights(config, tensors, target.embed), embed, rows, kept)
+    layers = config.features_of(target.shape.num_layers)
+    results = []
+    for temperature in options.temperatures:
+        report(f"answers at temperature {temperature:g}")
+        answers = write_answers(
+            runner,
+            prompts,
+            writer.format.end_ids,
+            temperature=temperature,
+            seed=options.seed,
+            max_new_tokens=options.max_new_tokens,
+            batch_rows=64 if target.device.type == "cuda" else 8,
+        )
+        report(f"drafts at temperature {temperature:g}")
+        states = answer_states(runner, answers, layers)
+        results.append(TemperatureFigures(temperature, measure(head, states, options.shapes, CHAIN_STEPS)))
+    return results
 
 
-def shape_label(shape: TreeShape) -> str:
-    """Such as "S5 K4 V16"."""
-    return f"S{shape.depth} K{shape.branching} V{shape.nodes}"
+def read_prompts(file: Path, writer: DialogWriter, kinds: Sequence[str], limit: int) -> Iterator[Prompt]:
+    """Prompts of a JSON lines file, at most `limit` of each kind (0: all).
 
-
-def mean_accept_length(figures: Mapping[str, KindFigures], kinds: Sequence[str], label: str) -> float:
-    """Mean over kinds of the accept length of one shape."""
-    return sum(figures[kind].by_shape[label].accept_length for kind in kinds) / len(kinds)
-
-
-def _answer_hits(head: Head, unroller: Unroller, state: AnswerState, depth: int) -> Tensor:
-    """`chain_hits` of one answer for rows 0 .. T-3."""
-    tokens = state.answer.tokens
-    return chain_hits(
-        head.config,
-        head.weights,
-        unroller,
-        F.embedding(tokens[1:-1], head.embed)[None],
-        state.features[None, :-2],
-        tokens[None, 2:],
-        head.vocab_rows,
-        head.kept_ids,
-        depth,
-    )
-
-
-def _depth_counts(hits: Tensor, num_prompt_tokens: int) -> Tensor:
-    """Over all roots inside the answer: drafts reached and drafts accepted at each depth, [2, depth]."""
-    depth, _, num_rows = hits.shape
-    counts = torch.zeros(2, depth, dtype=torch.float64)
-    alive = torch.ones(num_rows, dtype=torch.bool, device=hits.device)
-    for level in range(depth):
-        roots = torch.arange(num_prompt_tokens - 1, num_rows - level, device=hits.device)
-        reached = alive[roots]
-        right = hits[level, 0, roots + level]
-        counts[0, level] = float(reached.sum())
-        counts[1, level] = float((reached & right).sum())
-        alive[roots] = reached & right
-    return counts
+    Raises:
+        InvalidRequestError: the file cannot be read, a line is malformed, or nothing is left.
+    """
+    taken: dict[str, int] = {}
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        items = [json.loads(line) for line in lines if line.strip()]
+        chosen = [(item["kind"], item["messages"]) for item in items if not kinds or item["kind"] in kinds]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequestError("prompts", f"{file} cannot be used: {error!r}") from error
+    if not chosen:
+        raise InvalidRequestError("prompts", f"{file} holds no prompts of the kinds {', '.join(kinds)}")
+    for kind, messages in chosen:
+        taken[kind] = taken.get(kind, 0) + 1
+        if not limit or taken[kind] <= limit:
+            yield Prompt(tuple(writer.prompt_ids(messages)), kind)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from graftline.engine.draft_head.target import fixed_shape_compiler
 
@@ -78,10 +78,10 @@ class _FusedDistillation(torch.autograd.Function):
         for start in range(0, num_rows, loss.chunk):
             rows = slice(start, start + loss.chunk)
             wanted, best = loss.soft_targets(
-                F.linear(target_hidden[rows], vocab_rows), options.target_temperature, options.hard_share
+                functional.linear(target_hidden[rows], vocab_rows), options.target_temperature, options.hard_share
             )
             for level in range(num_levels):
-                logits = F.linear(outputs[level, rows], vocab_rows)
+                logits = functional.linear(outputs[level, rows], vocab_rows)
                 entropy, agreed, slope = loss.scores_and_slope(logits, wanted, best)
                 sums[0, level] += entropy
                 sums[1, level] += agreed

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from graftline.engine.draft_head.config import DraftHeadConfig, DraftHeadKind
+from graftline.engine.draft_head.spread import FeatureSpread
 from graftline.engine.draft_head.target import fixed_shape_compiler, rms_norm, rotary_tables, rotate
 
 
@@ -72,9 +73,20 @@ class DraftHeadModule(nn.Module):
         """The parameters under the file's names."""
         return {name.replace("/", "."): value for name, value in self.weights.items()}
 
-    def cast(self, dtype: torch.dtype) -> HeadWeights:
-        """Weights for a forward in `dtype`; gradients reach the float32 parameters."""
-        return HeadWeights.from_tensors(self.config, self.tensors(), dtype)
+    def cast(self, dtype: torch.dtype, spread: FeatureSpread | None = None) -> HeadWeights:
+        """Weights for a forward in `dtype`; gradients reach the float32 parameters.
+
+        Args:
+            spread: given, the weights read raw features, and the parameters are those for standardised ones.
+        """
+        tensors = self.tensors()
+        if spread is not None:
+            columns = feature_columns(self.config)
+            whole = tensors["fc.weight"]
+            folded = whole[:, columns] * spread.inverse_deviation
+            tensors["fc.bias"] = tensors["fc.bias"] - folded @ spread.mean
+            tensors["fc.weight"] = torch.cat([whole[:, : columns.start or 0], folded], dim=1)
+        return HeadWeights.from_tensors(self.config, tensors, dtype)
 
 
 class Unroller:
@@ -106,9 +118,11 @@ class Unroller:
             all_values.append(v.repeat_interleave(groups, 1))
             if level:
                 mask = unroll_mask(length, level, q.device, q.dtype)
-                mixed = F.scaled_dot_product_attention(q, torch.cat(all_keys, 2), torch.cat(all_values, 2), mask)
+                mixed = functional.scaled_dot_product_attention(
+                    q, torch.cat(all_keys, 2), torch.cat(all_values, 2), mask
+                )
             else:
-                mixed = F.scaled_dot_product_attention(q, all_keys[0], all_values[0], is_causal=True)
+                mixed = functional.scaled_dot_product_attention(q, all_keys[0], all_values[0], is_causal=True)
             output = self._after(weights, state, mixed, config)
             yield output
             earlier = torch.cat([output[:, :1], output[:, :-1]], dim=1)
@@ -119,7 +133,7 @@ def fuse(config: DraftHeadConfig, weights: HeadWeights, embeddings: Tensor, feat
     """What enters the decoder layer's residual stream: fc of the features, for EAGLE of [embedding, feature]."""
     if config.kind is DraftHeadKind.EAGLE:
         features = torch.cat([embeddings, features], dim=-1)
-    return F.linear(features, weights.fc, weights.fc_bias)
+    return functional.linear(features, weights.fc, weights.fc_bias)
 
 
 def before_attention(
@@ -136,17 +150,17 @@ def before_attention(
     else:
         entering = state if weights.input_norm is None else rms_norm(state, weights.input_norm, eps)
     batch, length, _ = state.shape
-    heads = F.linear(entering, weights.qkv).view(batch, length, -1, config.head_dim).transpose(1, 2)
-    q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+    heads = functional.linear(entering, weights.qkv).view(batch, length, -1, config.head_dim).transpose(1, 2)
+    q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def after_attention(weights: HeadWeights, state: Tensor, mixed: Tensor, config: DraftHeadConfig) -> Tensor:
     """Output projection and MLP: state [B, N, h], mixed [B, heads, N, d] -> h' [B, N, h]."""
     batch, length, _ = state.shape
-    x = state + F.linear(mixed.transpose(1, 2).reshape(batch, length, -1), weights.out)
-    gate, up = F.linear(rms_norm(x, weights.post_norm, config.rms_norm_eps), weights.gate_up).chunk(2, dim=-1)
-    return x + F.linear(F.silu(gate) * up, weights.down)
+    x = state + functional.linear(mixed.transpose(1, 2).reshape(batch, length, -1), weights.out)
+    gate, up = functional.linear(rms_norm(x, weights.post_norm, config.rms_norm_eps), weights.gate_up).chunk(2, dim=-1)
+    return x + functional.linear(functional.silu(gate) * up, weights.down)
 
 
 def to_logit_space(config: DraftHeadConfig, weights: HeadWeights, output: Tensor) -> Tensor:
@@ -171,6 +185,11 @@ def unroll_mask(length: int, level: int, device: torch.device, dtype: torch.dtyp
     return torch.zeros(length, (level + 1) * length, device=device, dtype=dtype).masked_fill(
         ~torch.cat(blocks, dim=1), float("-inf")
     )
+
+
+def feature_columns(config: DraftHeadConfig) -> slice:
+    """Columns of `fc.weight` that read features of the target; those before read the embedding."""
+    return slice(config.hidden_size if config.kind is DraftHeadKind.EAGLE else 0, None)
 
 
 def layer_prefix(config: DraftHeadConfig) -> str:

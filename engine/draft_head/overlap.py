@@ -21,9 +21,9 @@ def ngram_hashes(tokens: Tensor, n: int) -> Tensor:
 
 def shared_ngrams(train: Tensor, prompts: Sequence[Sequence[int]], n: int) -> list[float]:
     """For each prompt the share of its distinct n-grams that occur anywhere in the training rows [B, T]."""
-    known = torch.cat([ngram_hashes(rows.long(), n).unique() for rows in train.split(1024)]).unique()
+    known = torch.unique(torch.cat([torch.unique(ngram_hashes(rows.long(), n)) for rows in torch.split(train, 1024)]))
     shares = []
     for prompt in prompts:
-        wanted = ngram_hashes(torch.tensor([list(prompt)], device=train.device), n).unique()
+        wanted = torch.unique(ngram_hashes(torch.tensor([list(prompt)], device=train.device), n))
         shares.append(float(torch.isin(wanted, known).float().mean()) if len(wanted) else 0.0)
     return shares

@@ -2,12 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graftline.engine.draft_head.target import StaticCache, TargetRunner
-
-# Lengths change with every step, and cuDNN would plan anew for each of them.
-_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+from graftline.engine.draft_head.target import StaticCache, TargetRunner, varying_lengths
 
 
 class StepGraphs:
@@ -26,7 +22,7 @@ class StepGraphs:
 
     def fill(self, tokens: Tensor, rows: slice) -> Tensor:
         """As `TargetRunner.fill`."""
-        with sdpa_kernel(_BACKENDS):
+        with varying_lengths():
             return self._runner.fill(tokens, self.cache, rows)
 
     def step(self, tokens: Tensor, position: int) -> Tensor:
@@ -41,7 +37,7 @@ class StepGraphs:
         return self._hidden
 
     def _run(self, position: int) -> Tensor:
-        with sdpa_kernel(_BACKENDS):
+        with varying_lengths():
             return self._hidden.copy_(self._runner.step(self._tokens, position, self.cache))
 
     def _capture(self, position: int) -> torch.cuda.CUDAGraph:

@@ -5,12 +5,14 @@ Knows Llama-like dense models (optional q/k/v bias and q/k norms), nothing of fi
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graftline.engine.draft_head.config import FINAL_NORM
 from graftline.engine.models.checkpoint import Checkpoint
@@ -119,7 +121,7 @@ class TargetRunner:
         """
         target, eps = self.target, self.target.shape.rms_norm_eps
         cos, sin = self._tables(0, tokens.shape[1])
-        x = F.embedding(tokens, target.embed)
+        x = functional.embedding(tokens, target.embed)
         taken = {0: x} if 0 in feature_layers else {}
         for index, weights in enumerate(target.layers, start=1):
             x = self._layer(x, weights, cos, sin, target.shape)
@@ -135,12 +137,12 @@ class TargetRunner:
         target = self.target
         length = tokens.shape[1]
         cos, sin = self._tables(0, length)
-        x = F.embedding(tokens, target.embed)
+        x = functional.embedding(tokens, target.embed)
         for index, weights in enumerate(target.layers):
             q, k, v = _before_attention(x, weights, cos, sin, target.shape)
             cache.keys[index][rows, :, :length] = k
             cache.values[index][rows, :, :length] = v
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = _after_attention(x, mixed, weights, target.shape)
         return rms_norm(x[:, -1], target.final_norm, target.shape.rms_norm_eps)
 
@@ -150,7 +152,7 @@ class TargetRunner:
         target, shape = self.target, self.target.shape
         batch, groups = tokens.shape[0], shape.num_heads // shape.num_kv_heads
         cos, sin = self._tables(position, 1)
-        x = F.embedding(tokens, target.embed)[:, None]
+        x = functional.embedding(tokens, target.embed)[:, None]
         for index, weights in enumerate(target.layers):
             q, k, v = self._step_before(x, weights, cos, sin, shape)
             keys, values = cache.keys[index], cache.values[index]
@@ -158,7 +160,9 @@ class TargetRunner:
             values[:, :, position] = v[:, :, 0]
             # The query heads of one KV head become query rows, so that K and V are read once and no mask is needed.
             rows = q.reshape(batch, shape.num_kv_heads, groups, shape.head_dim)
-            mixed = F.scaled_dot_product_attention(rows, keys[:, :, : position + 1], values[:, :, : position + 1])
+            mixed = functional.scaled_dot_product_attention(
+                rows, keys[:, :, : position + 1], values[:, :, : position + 1]
+            )
             x = self._step_after(x, mixed.reshape(batch, shape.num_heads, 1, shape.head_dim), weights, shape)
         return rms_norm(x[:, 0], target.final_norm, shape.rms_norm_eps)
 
@@ -197,6 +201,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (scaled * weight.float()).to(x.dtype)
 
 
+def varying_lengths() -> AbstractContextManager[None]:
+    """Attention while lengths change from call to call: without cuDNN, which would plan anew for each of them."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(backends)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+
+
 def fixed_shape_compiler(compiled: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What wraps a function that always sees the same shapes: `torch.compile`, or nothing."""
     if not compiled:
@@ -209,9 +219,9 @@ def _before_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, projections, rotation: x [B, T, h] -> q [B, heads, T, d], k and v [B, kv heads, T, d]."""
     batch, length, _ = x.shape
-    mixed = F.linear(rms_norm(x, weights.input_norm, shape.rms_norm_eps), weights.qkv, weights.qkv_bias)
+    mixed = functional.linear(rms_norm(x, weights.input_norm, shape.rms_norm_eps), weights.qkv, weights.qkv_bias)
     heads = mixed.view(batch, length, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim).transpose(1, 2)
-    q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     if weights.q_norm is not None and weights.k_norm is not None:
         q = rms_norm(q, weights.q_norm, shape.rms_norm_eps)
         k = rms_norm(k, weights.k_norm, shape.rms_norm_eps)
@@ -221,12 +231,12 @@ def _before_attention(
 def _after_attention(x: Tensor, mixed: Tensor, weights: LayerWeights, shape: ModelConfig) -> Tensor:
     """Output projection and MLP: x [B, T, h], mixed [B, heads, T, d] -> [B, T, h]."""
     batch, length, _ = x.shape
-    x = x + F.linear(mixed.transpose(1, 2).reshape(batch, length, -1), weights.out, weights.out_bias)
-    gate, up = F.linear(rms_norm(x, weights.post_norm, shape.rms_norm_eps), weights.gate_up).chunk(2, dim=-1)
-    return x + F.linear(F.silu(gate) * up, weights.down)
+    x = x + functional.linear(mixed.transpose(1, 2).reshape(batch, length, -1), weights.out, weights.out_bias)
+    gate, up = functional.linear(rms_norm(x, weights.post_norm, shape.rms_norm_eps), weights.gate_up).chunk(2, dim=-1)
+    return x + functional.linear(functional.silu(gate) * up, weights.down)
 
 
 def _layer(x: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor, shape: ModelConfig) -> Tensor:
     q, k, v = _before_attention(x, weights, cos, sin, shape)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return _after_attention(x, mixed, weights, shape)

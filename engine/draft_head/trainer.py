@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
-from graftline.engine.draft_head.config import DraftHeadConfig
-from graftline.engine.draft_head.corpus import FeatureSpread, batches
+from graftline.engine.draft_head.config import DraftHeadConfig, DraftHeadKind
+from graftline.engine.draft_head.corpus import batches
 from graftline.engine.draft_head.data import Dialogs
-from graftline.engine.draft_head.losses import DistillationLoss, LossOptions
+from graftline.engine.draft_head.losses import DistillationLoss, LevelScores, LossOptions
 from graftline.engine.draft_head.module import DraftHeadModule, Unroller, to_logit_space
+from graftline.engine.draft_head.spread import FeatureSpread
 from graftline.engine.draft_head.target import TargetRunner
 
 
@@ -80,6 +81,8 @@ class Trainer:
         target = runner.target
         self.options, self.config, self._spread, self._dialogs = options, config, spread, dialogs
         self._runner = runner
+        # EAGLE reads its own raw outputs at deeper levels, so its matrices must read raw features at every level.
+        self._folded = spread if config.kind is DraftHeadKind.EAGLE else None
         self._feature_layers = config.features_of(target.shape.num_layers)
         self._dtype = target.embed.dtype
         self._vocab_rows = target.lm_head[kept_ids]
@@ -128,15 +131,16 @@ class Trainer:
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
-    def _take_step(self, rows: Tensor, done: float) -> Any:
+    def _take_step(self, rows: Tensor, done: float) -> LevelScores:
         options = self.options
         rate = learning_rate_at(options, self._step, done)
         tokens, answers = self._dialogs.tokens[rows].long(), self._dialogs.answers[rows]
         hidden = self._runner.features(tokens, self._feature_layers)
-        features = self._spread.standardise(hidden.features[:, :-2])
-        embeddings = F.embedding(tokens[:, 1:-1], self._runner.target.embed)
+        features, weights = hidden.features[:, :-2], self.module.cast(self._dtype, self._folded)
+        if self._folded is None:
+            features = self._spread.standardise(features)
+        embeddings = functional.embedding(tokens[:, 1:-1], self._runner.target.embed)
         picked = self._pick_rows(answers[:, 2:])
-        weights = self.module.cast(self._dtype)
         outputs = torch.stack(
             [
                 to_logit_space(self.config, weights, output.flatten(0, 1)[picked])
@@ -144,7 +148,7 @@ class Trainer:
             ]
         )
         scores = self._loss(outputs, hidden.final[:, 1:-1].flatten(0, 1)[picked], self._vocab_rows)
-        self._loss.total(scores).backward()
+        torch.autograd.backward(self._loss.total(scores))
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -162,7 +166,8 @@ class Trainer:
 
     def _pick_rows(self, wanted: Tensor) -> Tensor:
         """Row numbers [M] of a random choice among wanted rows; the first levels' rows are never wanted."""
-        keys = torch.rand(wanted.shape, device=wanted.device)
+        generator = torch.Generator(wanted.device).manual_seed(self.options.seed * 1_000_003 + self._step)
+        keys = torch.rand(wanted.shape, device=wanted.device, generator=generator)
         if self.options.answers_only:
             keys = keys + wanted
         keys[:, : self.options.num_levels] = -1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from graftline.engine.draft_head.config import DraftHeadConfig, DraftHeadKind
 from graftline.engine.draft_head.module import (
@@ -52,13 +52,13 @@ class TreeSimulator:
             features: [T, n * target_h].
         """
         config, weights, device = self._config, self._weights, tokens.device
-        embeddings = F.embedding(tokens[1:], self._embed)[None]
+        embeddings = functional.embedding(tokens[1:], self._embed)[None]
         cos, sin = rope_of(config, config.position_offset, len(tokens) + shape.depth, embeddings)
         real = features[None, :-1]
         length = real.shape[1]
         state = fuse(config, weights, embeddings, real)
         q, k, v = before_attention(weights, embeddings, state, cos[:length], sin[:length], config)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         outputs = after_attention(weights, state, mixed, config)[0]
         roots = torch.arange(first_row, len(tokens) - 2, device=device)
         beam, scores, right = self._first_level(outputs[roots], self._answer_at(tokens, roots + 2), shape)
@@ -80,7 +80,7 @@ class TreeSimulator:
 
     def _children(self, outputs: Tensor, branching: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids of the likeliest next tokens after h' [..., h]."""
-        logits = F.linear(to_logit_space(self._config, self._weights, outputs), self._vocab_rows).float()
+        logits = functional.linear(to_logit_space(self._config, self._weights, outputs), self._vocab_rows).float()
         best, ids = torch.log_softmax(logits, dim=-1).topk(branching, dim=-1)
         return best, self._kept_ids[ids]
 
@@ -101,7 +101,7 @@ class TreeSimulator:
             where: rotary tables [P, d] at the rows' positions.
         """
         config, weights = self._config, self._weights
-        embeddings = F.embedding(beam.tokens, self._embed)
+        embeddings = functional.embedding(beam.tokens, self._embed)
         state = beam.outputs
         if config.kind is DraftHeadKind.EAGLE:
             state = fuse(config, weights, embeddings, state)
@@ -120,7 +120,7 @@ class TreeSimulator:
         to_real = to_real.masked_fill(hidden[:, None, None, None], float("-inf"))
         to_path = torch.einsum("pkhgd,pkhjd->pkhgj", q, keys).float() * scale
         shares = torch.softmax(torch.cat([to_real, to_path], dim=-1), dim=-1).to(q.dtype)
-        of_real, of_path = shares.split([real_keys.shape[1], keys.shape[3]], dim=-1)
+        of_real, of_path = torch.split(shares, [real_keys.shape[1], keys.shape[3]], dim=-1)
         mixed = torch.einsum("pkhgn,hnd->pkhgd", of_real, real_values)
         mixed = mixed + torch.einsum("pkhgj,pkhjd->pkhgd", of_path, values)
         mixed = mixed.reshape(num_roots * branching, config.num_heads, 1, config.head_dim)

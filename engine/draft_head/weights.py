@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graftline.engine.draft_head.config import CONFIG_FILE, WEIGHTS_FILE, DraftHeadConfig, read_draft_head_config
-from graftline.engine.draft_head.corpus import FeatureSpread
-from graftline.engine.draft_head.module import HeadWeights, tensor_sizes
+from graftline.engine.draft_head.module import HeadWeights, feature_columns, tensor_sizes
+from graftline.engine.draft_head.spread import FeatureSpread
 from graftline.errors import InvalidRequestError
 
 _OPTIONAL = ("fc.bias", "input_layernorm.weight")
@@ -47,24 +47,19 @@ def kept_ids(config: DraftHeadConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     return draft_ids + tensors["d2t"].long() if "d2t" in tensors else draft_ids
 
 
-def fold_spread(trained: Mapping[str, Tensor], spread: FeatureSpread, target_columns: slice) -> dict[str, Tensor]:
+def fold_spread(config: DraftHeadConfig, trained: Mapping[str, Tensor], spread: FeatureSpread) -> dict[str, Tensor]:
     """Tensors that read raw features, from tensors trained on standardised ones.
 
     The bias is made for the matrix as it will be stored, since a few features have means of hundreds and rounding
     would otherwise be multiplied by them.
-
-    Args:
-        target_columns: columns of `fc.weight` that read target features.
     """
     tensors = {name: value.detach().float().cpu() for name, value in trained.items()}
-    mean, inverse = spread.mean.float().cpu(), spread.inverse_deviation.float().cpu()
+    columns = feature_columns(config)
     weight = tensors["fc.weight"].clone()
-    weight[:, target_columns] *= inverse
+    weight[:, columns] *= spread.inverse_deviation.float().cpu()
     stored = weight.to(torch.bfloat16)
-    tensors["fc.weight"] = stored
-    shift = stored[:, target_columns].double() @ mean.double()
-    tensors["fc.bias"] = (tensors["fc.bias"].double() - shift).float()
-    return tensors
+    shift = stored[:, columns].double() @ spread.mean.double().cpu()
+    return {**tensors, "fc.weight": stored, "fc.bias": (tensors["fc.bias"].double() - shift).float()}
 
 
 def write_draft_head(folder: Path, config: DraftHeadConfig, tensors: Mapping[str, Tensor], kept: Tensor) -> None:
