@@ -10,12 +10,12 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.graftline-$(EXTRA)
 APT := $(if $(filter 0,$(shell id -u)),apt-get,sudo apt-get)
 
-.PHONY: demo test test-slow lint proto setup clean system-packages
+.PHONY: demo test test-slow test-compose lint proto setup clean system-packages test-packages
 
 demo: setup
 	$(BIN)/graftline demo
 
-test: setup
+test: setup test-packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -24,6 +24,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/pytest -q -m "slow and not cuda"
+
+# The images, built and brought up by Docker Compose: needs root and Debian's packages; 10 to 25 minutes.
+test-compose: setup
+	PYTHON=$(CURDIR)/$(BIN)/python docker/test_compose.sh
 
 lint: setup
 	$(BIN)/ruff check --fix .
@@ -38,6 +42,10 @@ setup: $(SETUP)
 # Mooncake needs libibverbs even where it moves bytes over TCP.
 system-packages:
 	@ldconfig -p | grep -q libibverbs.so.1 || ($(APT) update -qq && $(APT) install -y -qq --no-install-recommends libibverbs1)
+
+# A real Prometheus answers the dashboards' questions in the tests.
+test-packages:
+	@command -v prometheus >/dev/null || ($(APT) update -qq && $(APT) install -y -qq --no-install-recommends prometheus)
 
 $(SETUP): pyproject.toml | system-packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

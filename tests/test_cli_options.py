@@ -1,0 +1,62 @@
+"""Settings that containers and pods need: tokens from files, addresses known only at run time."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import typer
+
+from graftline.cli_options import TOKEN_FILE_VARIABLE, settled_advertise, settled_transfer_host, token_or_file
+from graftline.errors import InvalidRequestError
+
+
+def test_a_token_given_outweighs_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    assert token_or_file(None) is None
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(file))
+    assert token_or_file("given") == "given"
+    assert token_or_file(None) == "from-file"
+
+
+@pytest.mark.parametrize("content", [None, b" \n", b"\xff\xfe"])
+def test_a_file_without_a_token_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None
+) -> None:
+    """Nobody who asked for a token may end up without one."""
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(file))
+    with pytest.raises(typer.BadParameter, match=TOKEN_FILE_VARIABLE):
+        token_or_file(None)
+
+
+def test_auto_is_this_hosts_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert settled_advertise("auto") == "127.0.0.1"
+    assert settled_advertise("decode-3:7001") == "decode-3:7001"
+    assert settled_advertise(None) is None
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    with pytest.raises(InvalidRequestError, match="no-such-host"):
+        settled_advertise("auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "listen", "advertise", "expected"),
+    [
+        ("", "127.0.0.1:0", None, "127.0.0.1"),
+        ("", "0.0.0.0:7001", "10.1.2.3", "10.1.2.3"),
+        ("", "0.0.0.0:7001", "decode-3:7001", "decode-3"),
+        ("", "[::]:7001", "[fd00::1]:7001", "fd00::1"),
+        ("ib0.host", "0.0.0.0:7001", "10.1.2.3", "ib0.host"),
+    ],
+)
+def test_transfers_go_where_rpcs_go(given: str, listen: str, advertise: str | None, expected: str) -> None:
+    assert settled_transfer_host(given, listen, advertise) == expected
+
+
+def test_wildcards_are_refused() -> None:
+    """CASES D01: peers could not reach it."""
+    with pytest.raises(InvalidRequestError, match="advertise"):
+        settled_transfer_host("", "0.0.0.0:7001", None)
