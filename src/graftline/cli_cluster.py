@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,15 +87,20 @@ def demo(
     raise typer.Exit(_run(_demo(spec, prompt or DEMO_PROMPTS, max_tokens, Console())))
 
 
-def _demo_options() -> list[Any]:
+# Where `graftline generate` and OpenAI clients look by themselves; a demo takes any free ports.
+_UP_DEFAULTS = {"listen": "127.0.0.1:7000", "http_listen": "127.0.0.1:8000"}
+_DEMO_DEFAULTS = {"decode_stages": 2}
+
+
+def _with_defaults(defaults: Mapping[str, object]) -> list[Any]:
     return [
-        parameter.replace(default=2) if parameter.name == "decode_stages" else parameter
+        parameter.replace(default=defaults[parameter.name]) if parameter.name in defaults else parameter
         for parameter in cluster_options()
     ]
 
 
-app.command()(with_options(up, cluster_options()))
-app.command()(with_options(demo, _demo_options()))
+app.command()(with_options(up, _with_defaults(_UP_DEFAULTS)))
+app.command()(with_options(demo, _with_defaults(_DEMO_DEFAULTS)))
 
 
 def _spec(given: dict[str, Any]) -> ClusterSpec:

@@ -20,7 +20,7 @@ from tiny_world import TinyWorld, prompt
 from graftline.child import ChildDiedError
 from graftline.client import AsyncClient
 from graftline.errors import CancelledRequestError, GraftlineError
-from graftline.launcher import Cluster, ClusterSpec, local_cluster
+from graftline.launcher import ANY_PORT, Cluster, ClusterSpec, local_cluster
 from graftline.proto.channel import open_channel
 
 pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]
@@ -180,7 +180,21 @@ def start_up(world: TinyWorld) -> tuple["subprocess.Popen[str]", list[psutil.Pro
     """`graftline up`, once it says that it is ready, and the processes it started."""
     options = f"--model {world.plain.path} --draft-head {world.eagle} --dtype float32 --page-size 4 --pages 64"
     up = subprocess.Popen(
-        [sys.executable, "-m", "graftline", "up", *options.split(), "--threads", "1", "--drain-grace-s", "1"],
+        [
+            sys.executable,
+            "-m",
+            "graftline",
+            "up",
+            "--listen",
+            ANY_PORT,
+            "--http-listen",
+            ANY_PORT,
+            *options.split(),
+            "--threads",
+            "1",
+            "--drain-grace-s",
+            "1",
+        ],
         stderr=subprocess.PIPE,
         text=True,
     )
