@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from graftline.decode_server.peers import PrefillPeers
 from graftline.decode_server.service import DecodeService
 from graftline.decode_server.settings import ServiceSettings
-from graftline.decode_server.tasks import Tasks
 from graftline.engine.config import EngineConfig
 from graftline.engine.decode_engine import DecodeScheduler
 from graftline.engine.worker_engine import start_decode_engine
@@ -22,6 +21,7 @@ from graftline.worker.facts import fingerprint_message, model_limits, stage_layo
 from graftline.worker.host import WorkerHost
 from graftline.worker.metrics import DecodeMetrics
 from graftline.worker.stage_main import stage_command
+from graftline.worker.tasks import Tasks
 from graftline.worker.transfer import PortFactory
 
 SERVICE_NAME = "graftline.v1.DecodeService"

@@ -1,11 +1,13 @@
 """The command line itself: what is there, what it says to bad input, and generate against a scripted router."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from scripted_router import ScriptedRouter
 from typer.testing import CliRunner
 
 import graftline
@@ -83,6 +85,30 @@ def test_no_router_to_generate_with() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("graftline: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["hello"], ["hello", "--chat", "--stats"], ["-", "--system", "be brief"]])
+async def test_generate_streams_an_answer(arguments: list[str]) -> None:
+    async with ScriptedRouter().running() as router:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "graftline", "generate", *arguments, "--router", router.address, "--seed", "3"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate(b"from standard input")
+        assert process.returncode == 0, err.decode()
+        assert out.decode().endswith("\n")
+        (asked,) = router.requests
+        assert asked.seed == 3
+        if "--chat" in arguments:
+            assert asked.chat.messages[0].content == "hello"
+            assert "accept length" in err.decode()
+        elif "-" in arguments:
+            assert [message.role for message in asked.chat.messages] == ["system", "user"]
+            assert asked.chat.messages[1].content == "from standard input"
+        else:
+            assert asked.text == "hello"
 
 
 def test_the_demos_table() -> None:

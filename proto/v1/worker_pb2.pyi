@@ -172,8 +172,8 @@ class WatchResponse(_message.Message):
     pages_free: _builtins.int
     pages_quarantined: _builtins.int
     progress: _builtins.int
-    """Advances with every step (prefill) or round (decode), and while the loop turns with nothing to compute (waiting for a
-    peer is no hanging). With work at hand and no advance a worker is hung.
+    """Advances with every step (prefill) or round (decode), and while the loop turns and every stage answers heartbeats: a
+    long step or a wait for a peer is no hang. With work at hand and no advance a worker is hung.
     """
     tokens_per_s: _builtins.float
     """Output tokens a second over the last seconds."""

@@ -118,12 +118,13 @@ async def test_before_the_start(messages: list[prefill_pb2.PrefillRequest], expe
 @pytest.mark.parametrize("point", ["queued", "computing", "writing"])
 async def test_cancel_is_answered_once_by_drained(point: str) -> None:
     """CASES B01, B19: three cancels, a late destination and a second start: one terminal event."""
-    async with prefill_side(point) as side, paired(side) as stub:
+    async with prefill_side(point, "draining") as side, paired(side) as stub:
         call = stub.Prefill()
         await call.write(start(side))
         await side.engine.points.reached(point)
         for message in (CANCEL, DESTINATION, CANCEL, start(side, "other"), CANCEL):
             await call.write(message)
+        side.engine.let_go("draining")
         assert (await events(call))[-1] == "drained"
         assert len(side.engine.cancels) == 1
         assert [request.key.request_id for request in side.engine.submitted] == ["r"]

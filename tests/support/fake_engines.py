@@ -420,6 +420,7 @@ class FakeWorkerEngine:
         card = ModelCardData("fake", b"{}", "", -1, (2,), 128, VOCAB_SIZE, {"eos_token": "</s>"})
         self.facts = WorkerFacts(card, 128, {"model_hash": "abc"}, 1)
         self.hung = False
+        self.frozen_at: int | None = None
         self.stopped = False
         buffer = common_pb2.BufferLayout(
             kind="k", layer=0, dtype="float32", base_address=4096, unit_bytes=64, unit_stride_bytes=64, num_units=8
@@ -432,7 +433,9 @@ class FakeWorkerEngine:
         return replace(self.scheduler.load(), taken_s=taken_s)
 
     def stage_load(self) -> list[StageAlive]:
-        return [StageAlive(0, 1, 2.5, 7)]
+        # The heartbeats of a frozen stage stop.
+        sequence = self.frozen_at if self.frozen_at is not None else int(100 * time.monotonic())
+        return [StageAlive(0, int(100 * time.monotonic()), 2.5, 7), StageAlive(1, sequence, 2.5, 7)]
 
     def stop(self, timeout_s: float) -> None:
         self.stopped = True

@@ -12,7 +12,6 @@ from fake_engines import VOCAB_SIZE, FakeDecodeEngine, FakePrefillEngine, token_
 from graftline.decode_server.peers import PrefillPeers
 from graftline.decode_server.service import DecodeService
 from graftline.decode_server.settings import ServiceSettings as DecodeSettings
-from graftline.decode_server.tasks import Tasks
 from graftline.metrics import Metrics, ProcessRole
 from graftline.prefill_server.service import PrefillService
 from graftline.prefill_server.settings import ServiceSettings as PrefillSettings
@@ -21,6 +20,7 @@ from graftline.proto.server import RpcServer
 from graftline.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from graftline.proto.validation import ModelLimits
 from graftline.worker.metrics import DecodeMetrics, PrefillMetrics
+from graftline.worker.tasks import Tasks
 
 EOS = 2
 LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, context_length=128)

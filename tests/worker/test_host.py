@@ -128,6 +128,18 @@ async def test_watch_tells_load_and_progress() -> None:
         assert (await watch.read()).progress > message.progress
 
 
+async def test_progress_stops_when_a_stage_stands_still() -> None:
+    """A worker that waits advances all the same; one with a frozen stage does not, though its loop turns."""
+    async with prefill_worker("writing") as (prefill, _), open_channel(prefill.address) as channel:
+        watch = WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(interval_s=0.05))
+        waiting = [(await watch.read()).progress for _ in range(4)]
+        assert waiting == sorted(set(waiting))
+        engine: Any = prefill.engine
+        engine.frozen_at = 1
+        frozen = [(await watch.read()).progress for _ in range(4)]
+        assert len(set(frozen[1:])) == 1
+
+
 @pytest.mark.parametrize("interval_s", [-1.0, 0.001, 1e9, float("nan")])
 async def test_a_silly_watch_interval(interval_s: float) -> None:
     async with prefill_worker() as (prefill, _), open_channel(prefill.address) as channel:

@@ -17,6 +17,7 @@ from graftline.worker.config import WorkerConfig
 from graftline.worker.engine import RunningEngine
 from graftline.worker.metrics import EngineCollector, MetricsServer
 from graftline.worker.service import WorkerService, WorkerState
+from graftline.worker.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class WorkerHost:
             facts=engine.facts,
             limits=limits,
             load=engine.load,
+            stage_load=engine.stage_load,
             drain=self.drain,
             watch_interval_s=config.watch_interval_s,
         )
@@ -95,19 +97,19 @@ class WorkerHost:
         """Serves while the block is open; then drains for the configured grace and stops."""
         self._service = service
         metrics_server = self._start_metrics(service)
-        monitor = asyncio.create_task(self._monitor(), name="engine-monitor")
-        try:
-            await self.rpc.start()
-            await self.rpc.set_serving(True)
-            logger.info("%s %s serves on %s", self._role.value, self.identity.incarnation, self.address)
-            yield
-        finally:
-            await self.drain(self._config.drain_grace_s)
-            monitor.cancel()
-            self._worker_service.close()
-            await self.rpc.stop(_LAST_MESSAGES_S)
-            if metrics_server is not None:
-                await asyncio.to_thread(metrics_server.close)
+        async with Tasks() as tasks:
+            tasks.start(self._monitor(), name="engine-monitor")
+            try:
+                await self.rpc.start()
+                await self.rpc.set_serving(True)
+                logger.info("%s %s serves on %s", self._role.value, self.identity.incarnation, self.address)
+                yield
+            finally:
+                await self.drain(self._config.drain_grace_s)
+                self._worker_service.close()
+                await self.rpc.stop(_LAST_MESSAGES_S)
+                if metrics_server is not None:
+                    await asyncio.to_thread(metrics_server.close)
 
     async def drain(self, grace_s: float) -> None:
         """Stops admitting, waits `grace_s` for what is open, cancels the rest and waits for its end (bounded)."""

@@ -1,11 +1,12 @@
 """What prefill and decode services both answer: who they are, how loaded they are, and to stop admitting."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any
 
 import graftline
+from graftline.engine.plan import StageAlive
 from graftline.engine.service_api import EngineLoad
 from graftline.engine.worker_engine import WorkerFacts
 from graftline.errors import InvalidRequestError
@@ -39,6 +40,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         facts: WorkerFacts,
         limits: worker_pb2.Limits,
         load: Callable[[], EngineLoad],
+        stage_load: Callable[[], Sequence[StageAlive]],
         drain: Callable[[float], Awaitable[None]],
         watch_interval_s: float,
     ) -> None:
@@ -47,11 +49,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._facts = facts
         self._limits = limits
         self._load = load
+        self._stage_load = stage_load
         self._drain = drain
         self._watch_interval_s = watch_interval_s
         self._closing = asyncio.Event()
-        self._idle_turns = 0
+        self._signs_of_life = 0
         self._last_taken_s = 0.0
+        self._last_heard = 0
 
     def close(self) -> None:
         """Ends every watch."""
@@ -96,11 +100,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             return
 
     def _progress(self, load: EngineLoad) -> int:
-        """Steps, plus turns of the loop that found nothing to compute: waiting for a peer is not hanging."""
-        if not load.computing and load.taken_s != self._last_taken_s:
-            self._idle_turns += 1
-        self._last_taken_s = load.taken_s
-        return load.progress + self._idle_turns
+        """Steps, plus signs of life: turns of the loop between which every stage answered a newer heartbeat.
+
+        A long step or a wait for a peer is no hang; a stage or a loop that stands still stops the count.
+        """
+        stages = self._stage_load()
+        heard = min((stage.sequence for stage in stages), default=0)
+        if load.taken_s > self._last_taken_s and heard > self._last_heard:
+            self._signs_of_life += 1
+            self._last_taken_s, self._last_heard = load.taken_s, heard
+        return load.progress + self._signs_of_life
 
     def _watch_message(self) -> worker_pb2.WatchResponse:
         load = self._load()
