@@ -36,7 +36,7 @@ def write_tiny_qwen3_next(
     vocab: int = 256 + len(SPECIAL_TOKENS),
     context: int = 512,
     seed: int = 0,
-    scale: float = 0.5,
+    scale: float = 0.15,
     mtp: bool = True,
 ) -> Path:
     """Writes a Hugging Face directory at `path` and returns `path`; equal arguments give equal bytes.

@@ -11,9 +11,10 @@ import torch
 from graftline.engine.draft_head.config import DraftHeadKind
 from graftline.engine.draft_head.random import Drafts, silence_layers, write_tiny_head
 from graftline.engine.models.checkpoint import open_checkpoint
-from graftline.engine.models.dense import DenseModel
+from graftline.engine.models.load import load_model
 from graftline.engine.models.random import write_tiny_model
 from graftline.engine.models.reference import generate
+from graftline.engine.models.target_model import TargetModel
 from graftline.engine.request import Sampling
 
 VOCAB_SIZE = 259
@@ -33,9 +34,9 @@ class PlainModel:
     _known: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
 
     @cached_property
-    def model(self) -> DenseModel:
+    def model(self) -> TargetModel:
         checkpoint = open_checkpoint(self.path)
-        return DenseModel(checkpoint, range(checkpoint.config.num_layers), self.dtype)
+        return load_model(checkpoint, range(checkpoint.config.num_layers), self.dtype)
 
     def answer(
         self, token_ids: Sequence[int], max_tokens: int, sampling: Sampling | None = None, eos_ids: Sequence[int] = ()
