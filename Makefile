@@ -27,7 +27,7 @@ test-slow: setup
 
 # The images, built and brought up by Docker Compose: needs root and Debian's packages; 10 to 25 minutes.
 test-compose: setup
-	PYTHON=$(CURDIR)/$(BIN)/python docker/test_compose.sh
+	$(BIN)/python docker/compose_trial.py
 
 lint: setup
 	$(BIN)/ruff check --fix .
