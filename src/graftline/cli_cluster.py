@@ -1,6 +1,7 @@
 """`graftline up` and `graftline demo`: a whole deployment on this machine."""
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -36,7 +37,7 @@ CLUSTER_OPTIONS = (
     Option("drain_grace_s", float, "Seconds for open requests when stopping.", _CLUSTER, 0),
     Option("listen", str, "host:port of the first router's gRPC.", _NETWORK),
     Option("http_listen", str, "host:port of the first router's HTTP.", _NETWORK),
-    Option("token", str, "Bearer token of every hop; empty: none.", _NETWORK),
+    Option("token", str, "Bearer token of every hop; by default $GRAFTLINE_TOKEN, or none.", _NETWORK),
 )
 DEMO_PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -107,6 +108,7 @@ def _spec(given: dict[str, Any]) -> ClusterSpec:
     known = {field.name for field in fields(ClusterSpec)}
     values = {name: value for name, value in given.items() if name in known}
     values["policy"] = values["policy"].value if isinstance(values["policy"], PolicyName) else values["policy"]
+    values["token"] = values["token"] or os.environ.get("GRAFTLINE_TOKEN", "")
     return ClusterSpec(**values)
 
 
