@@ -94,7 +94,7 @@ def test_answers_are_those_of_plain_generation(
     prompts = [Prompt(tuple(writer.prompt_ids([{"role": "user", "content": text}])), "chat") for text in texts]
     ends = writer.format.end_ids
     answers = write_answers(runner, prompts, ends, temperature=temperature, seed=7, max_new_tokens=25, batch_rows=2)
-    model = DenseModel.load(open_checkpoint(tiny_target))
+    model = DenseModel(open_checkpoint(tiny_target), range(2), torch.float32)
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         plain = generate(model, prompt.token_ids, 25, eos_ids=ends, temperature=temperature, seed=7 + number)
         assert answer.tokens.tolist() == [*prompt.token_ids, *plain]
