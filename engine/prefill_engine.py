@@ -144,7 +144,8 @@ class PrefillScheduler:
             raise PeerUnavailableError(f"decode {decode_incarnation} is not paired")
         if self._load.queued >= self._config.max_queued:
             raise OutOfCapacityError(f"{self._load.queued} requests are waiting already", retry_after_s=1.0)
-        self.thread.put(_Submit(PrefillJob(request, decode_incarnation, real_tree, deliver)))
+        grows = real_tree and self._config.real_trees
+        self.thread.put(_Submit(PrefillJob(request, decode_incarnation, grows, deliver)))
 
     def set_destination(self, key: RequestKey, destination: Destination) -> None:
         """See `PrefillEngine.set_destination`."""

@@ -106,8 +106,12 @@ def test_a_prefill_without_real_trees_changes_only_the_first_round(world: TinyWo
     """The root-only tree is lossless and drafts nothing in the first round."""
     with local_pair(world.markov.path, world.agrees, tree=TreeShape(3, 1, 4)) as pair:
         real = pair.generate(prompt(5), 14)
-        cold = pair.generate(prompt(5), 14, real_tree=False)
-    assert real.ids == cold.ids == world.markov.answer(prompt(5), 14)
-    assert (real.origins, cold.origins) == ([TreeOrigin.REAL], [TreeOrigin.ROOT_ONLY])
+        asked = pair.generate(prompt(5), 14, real_tree=False)
+    with local_pair(world.markov.path, world.agrees, tree=TreeShape(3, 1, 4), prefill={"real_trees": False}) as pair:
+        configured = pair.generate(prompt(5), 14)
+    assert real.origins == [TreeOrigin.REAL]
     assert real.speculation[0].first_round_accepted == 3
-    assert cold.speculation[0].first_round_drafted == 0
+    for cold in (asked, configured):
+        assert real.ids == cold.ids == world.markov.answer(prompt(5), 14)
+        assert cold.origins == [TreeOrigin.ROOT_ONLY]
+        assert cold.speculation[0].first_round_drafted == 0
