@@ -27,10 +27,9 @@ LAZY_COMMANDS = {
     "generate": "graftline.cli_generate",
     "bench": "graftline.bench.cli",
     "draft-head": "graftline.cli_draft_head",
-    "chaos": "graftline.cli_chaos",
 }
 # Sub-applications: the module's whole app stands under one name.
-WHOLE_APPS = {"bench", "draft-head", "chaos"}
+WHOLE_APPS = {"bench", "draft-head"}
 
 
 class LazyGroup(typer.core.TyperGroup):
