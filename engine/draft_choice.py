@@ -4,6 +4,7 @@ from pathlib import Path
 
 from graftline.engine.config import MTP_HEAD, EngineConfig
 from graftline.engine.draft_head.config import FINAL_NORM, DraftHeadConfig, DraftHeadKind, read_draft_head_config
+from graftline.engine.models.checkpoint import open_checkpoint, read_model_config
 from graftline.engine.models.config import ModelConfig
 from graftline.errors import InvalidRequestError
 
@@ -52,3 +53,13 @@ def mtp_config(model: ModelConfig) -> DraftHeadConfig:
         rope_theta=model.rope.theta,
         context_length=model.context_length,
     )
+
+
+def carries_mtp(path: Path) -> bool:
+    """Whether a model brings an MTP module along; a bare config, to be planned for, counts as what is published."""
+    if read_model_config(path).hybrid is None:
+        return False
+    try:
+        return open_checkpoint(path).has_tensor("mtp.fc.weight")
+    except InvalidRequestError:
+        return True

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from graftline.engine.draft_head.config import DraftHeadConfig, DraftHeadKind
 from graftline.engine.models.config import ModelConfig
+from graftline.engine.models.hybrid_figures import active_layer_weights
 from graftline.engine.tree_shape import TreeShape
 from graftline.errors import InvalidRequestError
 
@@ -39,10 +40,12 @@ def automatic_split(num_layers: int, num_stages: int, last_stage_cost: float) ->
 
 def last_stage_cost(model: ModelConfig, head: DraftHeadConfig | None, tree: TreeShape) -> float:
     """Cost of head and drafter in target layers, counted in weights read a round (what decoding is bound by)."""
-    layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
+    layer = float(model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size))
+    if model.hybrid is not None:
+        layer = active_layer_weights(model)
     cost = model.vocab_size * model.hidden_size
     if head is not None:
-        width = head.hidden_size * (2 if head.kind is DraftHeadKind.EAGLE3 else 1)
+        width = head.hidden_size * (1 if head.kind is DraftHeadKind.EAGLE else 2)
         attention = (head.num_heads + 2 * head.num_kv_heads) * head.head_dim * width
         attention += head.num_heads * head.head_dim * head.hidden_size
         draft_layer = attention + 3 * head.hidden_size * head.intermediate_size

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from graftline.engine.models.card import ModelCardData
-from graftline.engine.models.config import ModelConfig
+from graftline.engine.models.config import ModelConfig, read_config
 from graftline.engine.models.gguf_checkpoint import GgufCheckpoint
 from graftline.engine.models.hf_checkpoint import HfCheckpoint
 from graftline.errors import InvalidRequestError
@@ -39,6 +39,9 @@ class Checkpoint(Protocol):
             InvalidRequestError: there is no tokenizer, or one of an unsupported kind.
         """
 
+    def has_tensor(self, name: str) -> bool:
+        """Whether there is a parameter of that Hugging Face name."""
+
     def tensor(self, name: str) -> Tensor:
         """The parameter of that Hugging Face name, float32 or bfloat16, on the CPU. Treat it as read-only.
 
@@ -63,3 +66,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
             return GgufCheckpoint(found[0], model_id=path.resolve().name)
         raise InvalidRequestError("model", f"{path} holds no config.json and {len(found)} GGUF files, not one")
     raise InvalidRequestError("model", f"{path} is neither a directory nor a .gguf file")
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """The config alone; of a Hugging Face directory that may not hold weights yet.
+
+    Raises:
+        InvalidRequestError: see `open_checkpoint`.
+    """
+    return read_config(path) if (path / "config.json").is_file() else open_checkpoint(path).config

@@ -52,6 +52,14 @@ class GgufCheckpoint:
             special_tokens=self._special_tokens(),
         )
 
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file holds the parameter of that Hugging Face name."""
+        try:
+            self._file.tensor(gguf_name(name))
+        except KeyError:
+            return False
+        return True
+
     def tensor(self, name: str) -> Tensor:
         """The parameter of that Hugging Face name, dequantised."""
         try:

@@ -41,6 +41,10 @@ class HfCheckpoint:
         """Tokenizer, template and ids."""
         return read_card(self.path, self.config)
 
+    def has_tensor(self, name: str) -> bool:
+        """Whether a file holds the parameter of that name."""
+        return name in self._file_of
+
     def tensor(self, name: str) -> Tensor:
         """The parameter of that name; float16 comes as float32."""
         if name not in self._file_of:

@@ -22,6 +22,19 @@ def mtp_bytes(config: ModelConfig, dtype: torch.dtype, activations: torch.dtype)
     return block + 2 * hidden * hidden * dtype.itemsize + 3 * hidden * activations.itemsize
 
 
+def active_layer_weights(config: ModelConfig) -> float:
+    """Weights that one token reads in a layer, on average over the layers: of its experts only those it passes."""
+    hybrid = _hybrid(config)
+    moe, hidden = hybrid.moe, config.hidden_size
+    one = torch.int8
+    total = 0
+    for layer in range(config.num_layers):
+        total += hybrid_layer_bytes(config, layer, one, one)
+        if hybrid.moe_layers[layer]:
+            total -= 3 * hidden * moe.expert_size * (moe.num_experts - moe.num_chosen)
+    return total / config.num_layers
+
+
 def _block_bytes(
     config: ModelConfig, kind: LayerKind, has_experts: bool, dtype: torch.dtype, activations: torch.dtype
 ) -> int:

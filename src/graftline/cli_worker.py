@@ -4,8 +4,9 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,9 +14,13 @@ from rich.table import Table
 
 from graftline import cli_options as shared
 from graftline.engine.config import EngineConfig, Role, StageMode
+from graftline.engine.verify_mode import VerifyMode
 from graftline.worker.config import TransferConfig, TransportName, WorkerConfig
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
 from graftline.worker.process import die_with_launcher, end_process, outlive_signals, set_up_logging
+
+if TYPE_CHECKING:
+    from graftline.engine.memory_plan import MemoryPlan
 
 app = typer.Typer()
 
@@ -23,6 +28,7 @@ _MODEL, _TREES, _PIPELINE, _MEMORY, _TESTS = "Model", "Draft trees", "Pipeline",
 _NETWORK = "Network"
 # What waits for the transport's last word waits a little longer than the transport does.
 _BEYOND_TRANSPORT_S = 10.0
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Option:
 
 ENGINE_OPTIONS = (
     Option("model", str, "Known name, Hugging Face directory or GGUF file.", _MODEL),
-    Option("draft_head", str, "Directory of a draft head; auto: the one beside the model; none.", _MODEL),
+    Option("draft_head", str, "Directory of a draft head; mtp: the model's own; auto: the one there is; none.", _MODEL),
     Option("dtype", str, "float32 or bfloat16.", _MODEL),
     Option("device", str, "cpu, cuda or cuda:N.", _MODEL),
     Option("speculation", bool, "Draft at all.", _TREES),
@@ -65,6 +71,7 @@ ENGINE_OPTIONS = (
     Option("max_running", int, "Request slots.", _MEMORY, 1),
     Option("max_queued", int, "Waiting requests beyond which new ones are refused.", _MEMORY, 1),
     Option("prefix_cache", bool, "A prefill keeps the KV of prompts for later ones.", _MEMORY),
+    Option("verify_state", VerifyMode, "Of draft nodes, in models with recurrent state: states or inputs.", _MEMORY),
     Option("quarantine_s", float, "How long pages of a lost prefill stay out of use.", _MEMORY, 0),
     Option("preempt_every", int, "Force a preemption every so many rounds; 0: never.", _TESTS, 0),
 )
@@ -138,23 +145,54 @@ def decode(**given: Any) -> None:
     end_process(run_worker(lambda: running_decode(config)))
 
 
-def plan(role: Annotated[Role, typer.Argument(help="prefill or decode.")], **given: Any) -> None:
-    """Print how many bytes every stage of a worker would take, without starting it."""
+class PlannedRole(Enum):
+    """Whose memory is planned."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+def plan(
+    role: Annotated[PlannedRole, typer.Option(help="Whose memory to plan.")] = PlannedRole.BOTH, **given: Any
+) -> None:
+    """Print how many bytes every stage of a worker would take, without loading weights."""
     from graftline.engine.draft_choice import chosen_head
     from graftline.engine.memory_plan import plan_memory
-    from graftline.engine.models.checkpoint import open_checkpoint
+    from graftline.engine.models.checkpoint import read_model_config
 
-    config = resolve_engine_config(engine_options(given), role)
-    model = open_checkpoint(Path(config.model)).config
-    memory = plan_memory(config, model, chosen_head(config, model))
-    table = Table("stage", "layers", "weights", "target KV", "draft KV", "draft scratch")
+    for planned in Role if role is PlannedRole.BOTH else (Role(role.value),):
+        config = resolve_engine_config(engine_options(given), planned)
+        model = read_model_config(Path(config.model))
+        _print_plan(plan_memory(config, model, chosen_head(config, model)))
+
+
+_PLANNED_PARTS = {
+    "weights": "weight_bytes",
+    "draft weights": "draft_weight_bytes",
+    "target KV": "target_kv_bytes",
+    "draft KV": "draft_kv_bytes",
+    "draft scratch": "draft_scratch_bytes",
+    "state": "state_bytes",
+    "verify state": "verify_state_bytes",
+    "pools": "pool_bytes",
+}
+
+
+def _print_plan(memory: "MemoryPlan") -> None:
+    """A table of a worker's stages, in MiB, with what fits and what the role skips."""
+    console = Console(width=120, soft_wrap=True) if not Console().is_terminal else Console()
+    table = Table("stage", "layers", *_PLANNED_PARTS, title=f"{memory.role.value}: MiB")
     for stage in memory.stages:
-        parts = (stage.weight_bytes, stage.target_kv_bytes, stage.draft_kv_bytes, stage.draft_scratch_bytes)
         layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
-        table.add_row(str(stage.stage), layers, *(f"{part / (1 << 20):.1f} MiB" for part in parts))
-    Console().print(table)
-    tokens = f"{memory.num_tokens} tokens ({memory.num_pages} pages of {memory.page_size})"
-    Console().print(f"{tokens}; pools {memory.pool_bytes / (1 << 20):.1f} MiB in all")
+        parts = (getattr(stage, name) for name in _PLANNED_PARTS.values())
+        table.add_row(str(stage.stage), layers, *(f"{part / _MIB:.1f}" for part in parts))
+    console.print(table)
+    tokens = f"{memory.num_tokens} tokens of KV fit ({memory.num_pages} pages of {memory.page_size})"
+    console.print(f"{tokens}; pools of all stages {memory.pool_bytes / _MIB:.1f} MiB")
+    if memory.skips_verify:
+        skipped = f"{memory.skipped_bytes / _MIB:.1f} MiB of verify state"
+        console.print(f"never verifies: takes no {skipped}, captures no verify graphs, warms none up")
 
 
 app.command()(with_options(prefill, worker_parameters()))

@@ -15,6 +15,7 @@ from pathlib import Path
 from graftline.child import Child
 from graftline.engine.config import StageMode
 from graftline.engine.model_fetch import DEFAULT_MODEL, resolve_model
+from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 from graftline.worker.config import TransportName
 from graftline.worker.options import AUTO, EngineOptions, InitialTree, threads_per_stage, to_arguments
@@ -65,6 +66,7 @@ class ClusterSpec:
     max_running: int = 16
     max_queued: int = 1024
     prefix_cache: bool = True
+    verify_state: VerifyMode = VerifyMode.SNAPSHOT
     threads: int = 0
     stage_timeout_s: float = 20.0
     quarantine_s: float = 60.0

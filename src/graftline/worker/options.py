@@ -7,14 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from graftline.engine.config import EngineConfig, Role, StageMode
-from graftline.engine.draft_head.config import DraftHeadConfig, read_draft_head_config
+from graftline.engine.config import MTP_HEAD, EngineConfig, Role, StageMode
+from graftline.engine.draft_choice import carries_mtp, head_named
+from graftline.engine.draft_head.config import DraftHeadConfig
 from graftline.engine.layer_split import automatic_split, last_stage_cost, parse_split
 from graftline.engine.memory_plan import pages_within
 from graftline.engine.model_fetch import DEFAULT_MODEL, draft_head_path, resolve_model
-from graftline.engine.models.checkpoint import open_checkpoint
+from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
+from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 
 AUTO = "auto"
@@ -35,7 +37,8 @@ class EngineOptions:
 
     Attributes:
         model: known name, directory or GGUF file.
-        draft_head: directory of the draft head; "auto": the one beside the model, "none": no speculation.
+        draft_head: directory of the draft head; "mtp": the module that the model's own checkpoint carries; "auto": the
+            one beside the model, else its MTP module; "none": no speculation.
         speculation: False turns it off whatever heads there are.
         draft_nodes: 0: a chain has depth + 1 nodes, a tree 2 * depth * branching (or all there can be).
         device: "cpu", "cuda" (stage i gets GPU i, modulo their number) or "cuda:N".
@@ -43,6 +46,8 @@ class EngineOptions:
         layer_split: layers of every stage ("10,12,8"), or "auto".
         pages: 0: as many as `memory_mib` holds.
         memory_mib: for the pools of the largest stage.
+        prefix_cache: has no effect on models with recurrent state, which have none.
+        verify_state: what a decode keeps of draft nodes, of models with recurrent state.
         threads: CPU threads of every stage; 0: the machine's cores shared between the stages.
     """
 
@@ -65,6 +70,7 @@ class EngineOptions:
     max_running: int = 16
     max_queued: int = 1024
     prefix_cache: bool = True
+    verify_state: VerifyMode = VerifyMode.SNAPSHOT
     threads: int = 0
     stage_timeout_s: float = 20.0
     quarantine_s: float = 60.0
@@ -79,14 +85,14 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
         OutOfCapacityError: `memory_mib` holds no page.
     """
     path = resolve_model(options.model)
-    model = open_checkpoint(path).config
-    head_path = find_draft_head(options, path)
-    head = read_draft_head_config(head_path) if head_path is not None else None
+    model = read_model_config(path)
+    head_name = find_draft_head(options, path)
+    head = head_named(head_name, model) if head_name is not None else None
     tree = tree_shape(options) if head is not None else NO_SPECULATION
     config = EngineConfig(
         model=str(path),
         role=role,
-        draft_head=None if head_path is None else str(head_path),
+        draft_head=head_name,
         dtype=options.dtype,
         device=options.device,
         layer_split=layer_split(options, role, model, head, tree),
@@ -98,7 +104,8 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
         chunk_tokens=options.chunk_tokens,
         tree=tree,
         real_trees=options.initial_tree is InitialTree.REAL,
-        prefix_cache=options.prefix_cache,
+        prefix_cache=options.prefix_cache and not model.linear_layers(range(model.num_layers)),
+        verify_state=options.verify_state,
         threads=options.threads or threads_per_stage(options.stages),
         stage_timeout_s=options.stage_timeout_s,
         quarantine_s=options.quarantine_s,
@@ -110,8 +117,8 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
     return msgspec.structs.replace(config, num_pages=min(pages, most_useful_pages(options, model)))
 
 
-def find_draft_head(options: EngineOptions, model_path: Path) -> Path | None:
-    """The draft head to use, or None when nothing is to be drafted.
+def find_draft_head(options: EngineOptions, model_path: Path) -> str | None:
+    """The draft head to use (see `EngineConfig.draft_head`), or None when nothing is to be drafted.
 
     Raises:
         InvalidRequestError: the one asked for is not there.
@@ -119,11 +126,16 @@ def find_draft_head(options: EngineOptions, model_path: Path) -> Path | None:
     if not options.speculation or options.draft_head == NONE:
         return None
     if options.draft_head == AUTO:
-        return draft_head_path(model_path)
+        beside = draft_head_path(model_path)
+        if beside is not None:
+            return str(beside)
+        return MTP_HEAD if carries_mtp(model_path) else None
+    if options.draft_head == MTP_HEAD:
+        return MTP_HEAD
     path = Path(options.draft_head).expanduser()
     if not path.is_dir():
         raise InvalidRequestError("draft_head", f"{options.draft_head!r} is no directory")
-    return path
+    return str(path)
 
 
 def tree_shape(options: EngineOptions) -> TreeShape:
