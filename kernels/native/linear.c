@@ -20,6 +20,25 @@ enum {
 // Keeps the compiler from holding on to what it loaded: the tiles need every register for their sums.
 #define RELOAD() __asm__ volatile("" ::: "memory")
 
+// Weights are read at memory speed only when several places are fetched at once. A tile of one or two panels therefore
+// prefetches the next group of four panels, a line of each in turn, while it works on this one.
+enum { GROUP_PANELS = 4, LINE = 64 };
+
+typedef struct {
+    const char *at;
+    idx stride;  // bytes between panels
+    int period;  // lines of this panel between two fetches
+    int due;
+} Prefetch;
+
+// Called once a line of the panels at work.
+INLINE void prefetch_group(Prefetch *prefetch) {
+    if (--prefetch->due > 0) return;
+    prefetch->due = prefetch->period;
+    UNROLL for (int p = 0; p < GROUP_PANELS; p++) __builtin_prefetch(prefetch->at + p * prefetch->stride, 0, 2);
+    prefetch->at += LINE;
+}
+
 // sums[r][c] += x[r] * weights[c] for one k. Few rows keep x in registers, more rows keep the weights there.
 INLINE void add_products(int R, int P, const float *x, idx x_stride, const Wide *weights, Wide sums[][4 * VECTORS]) {
     UNROLL for (int r = 0; r < R; r++) {
@@ -30,8 +49,9 @@ INLINE void add_products(int R, int P, const float *x, idx x_stride, const Wide 
 
 // R rows x P panels, k in [0, n): sums += x w.
 INLINE void tile_float(int R, int P, const float *x, idx x_stride, const float *w, idx panel_stride, idx n,
-                       Wide sums[][4 * VECTORS]) {
+                       Prefetch prefetch, Wide sums[][4 * VECTORS]) {
     for (idx k = 0; k < n; k++) {
+        if (P < GROUP_PANELS) prefetch_group(&prefetch);
         Wide weights[4 * VECTORS];
         UNROLL for (int c = 0; c < P * VECTORS; c++) {
             weights[c] = wide_load(w + c / VECTORS * panel_stride + k * PANEL + c % VECTORS * LANES);
@@ -41,8 +61,9 @@ INLINE void tile_float(int R, int P, const float *x, idx x_stride, const float *
 }
 
 INLINE void tile_int8(int R, int P, const float *x, idx x_stride, const int8_t *w, idx panel_stride, idx n,
-                      Wide sums[][4 * VECTORS]) {
+                      Prefetch prefetch, Wide sums[][4 * VECTORS]) {
     for (idx k = 0; k < n; k++) {
+        if (P < GROUP_PANELS && k % 4 == 0) prefetch_group(&prefetch);
         Wide weights[4 * VECTORS];
         UNROLL for (int c = 0; c < P * VECTORS; c++) {
             weights[c] = wide_load_int8(w + c / VECTORS * panel_stride + k * PANEL + c % VECTORS * LANES);
@@ -52,8 +73,9 @@ INLINE void tile_int8(int R, int P, const float *x, idx x_stride, const int8_t *
 }
 
 INLINE void tile_bf16(int R, int P, const float *x, idx x_stride, const bf16 *w, idx panel_stride, idx n,
-                      Wide sums[][4 * VECTORS]) {
+                      Prefetch prefetch, Wide sums[][4 * VECTORS]) {
     for (idx k = 0; k < n; k += 2) {
+        if (P < GROUP_PANELS) prefetch_group(&prefetch);
         Wide weights[4 * VECTORS];
         const bf16 *pairs = w + k * PANEL;
         UNROLL for (int c = 0; c < P * VECTORS; c++) {
@@ -71,9 +93,11 @@ INLINE void tile_bf16(int R, int P, const float *x, idx x_stride, const bf16 *w,
 
 INLINE idx packed_k(idx type, idx in_features) { return type == TYPE_BFLOAT16 ? (in_features + 1) / 2 * 2 : in_features; }
 
+INLINE idx element_bytes(idx type) { return type == TYPE_FLOAT32 ? 4 : (type == TYPE_BFLOAT16 ? 2 : 1); }
+
 // One tile over k in [k_begin, k_end): continues the chains in `out`, or starts them at 0.
 INLINE void run_tile(int R, int P, const Weight *w, const float *x, idx x_stride, float *out, idx out_stride, idx panel,
-                     idx k_begin, idx k_end) {
+                     idx k_begin, idx k_end, Prefetch prefetch) {
     const idx num_outputs = w->out_features - panel * PANEL;
     const idx panel_stride = packed_k(w->type, w->in_features) * PANEL;
     const int full = num_outputs >= P * PANEL;
@@ -95,11 +119,11 @@ INLINE void run_tile(int R, int P, const Weight *w, const float *x, idx x_stride
     const idx offset = panel * panel_stride + k_begin * PANEL;
     const float *x_block = x + k_begin;
     if (w->type == TYPE_FLOAT32) {
-        tile_float(R, P, x_block, x_stride, (const float *)w->data + offset, panel_stride, k_end - k_begin, acc);
+        tile_float(R, P, x_block, x_stride, (const float *)w->data + offset, panel_stride, k_end - k_begin, prefetch, acc);
     } else if (w->type == TYPE_BFLOAT16) {
         const idx even = (k_end - k_begin) / 2 * 2;
         const bf16 *data = (const bf16 *)w->data + offset;
-        tile_bf16(R, P, x_block, x_stride, data, panel_stride, even, acc);
+        tile_bf16(R, P, x_block, x_stride, data, panel_stride, even, prefetch, acc);
         if (even < k_end - k_begin) {  // the last of an odd number of inputs
             UNROLL for (int p = 0; p < P; p++) {
                 UNROLL for (int v = 0; v < VECTORS; v++) {
@@ -112,7 +136,7 @@ INLINE void run_tile(int R, int P, const Weight *w, const float *x, idx x_stride
             }
         }
     } else {
-        tile_int8(R, P, x_block, x_stride, (const int8_t *)w->data + offset, panel_stride, k_end - k_begin, acc);
+        tile_int8(R, P, x_block, x_stride, (const int8_t *)w->data + offset, panel_stride, k_end - k_begin, prefetch, acc);
     }
     UNROLL for (int r = 0; r < R; r++) {
         float *to = out + r * out_stride + panel * PANEL;
@@ -124,12 +148,13 @@ INLINE void run_tile(int R, int P, const Weight *w, const float *x, idx x_stride
 
 #define TILE_CASE(R, P)                                                                                                \
     __attribute__((noinline)) static void tile_##R##x##P(const Weight *w, const float *x, idx x_stride, float *out,   \
-                                                         idx out_stride, idx panel, idx k_begin, idx k_end) {          \
-        run_tile(R, P, w, x, x_stride, out, out_stride, panel, k_begin, k_end);                                        \
+                                                         idx out_stride, idx panel, idx k_begin, idx k_end,            \
+                                                         Prefetch prefetch) {                                          \
+        run_tile(R, P, w, x, x_stride, out, out_stride, panel, k_begin, k_end, prefetch);                              \
     }
 TILE_CASE(1, 4) TILE_CASE(1, 1) TILE_CASE(2, 2) TILE_CASE(2, 1) TILE_CASE(3, 2) TILE_CASE(3, 1) TILE_CASE(4, 1) TILE_CASE(5, 1) TILE_CASE(6, 1)
 
-typedef void (*Tile)(const Weight *, const float *, idx, float *, idx, idx, idx, idx);
+typedef void (*Tile)(const Weight *, const float *, idx, float *, idx, idx, idx, idx, Prefetch);
 typedef struct { Tile wide, narrow; int width; } TileShapes;  // `wide` covers `width` panels
 static const TileShapes TILES[MAX_ROWS + 1] = {
     {0, 0, 1}, {tile_1x4, tile_1x1, 4}, {tile_2x2, tile_2x1, 2}, {tile_3x2, tile_3x1, 2},
@@ -145,16 +170,20 @@ static void finish_rows(const Weight *w, float *out, idx out_stride, idx rows, i
 
 // Rows [0, rows) of a group of neighbouring panels, k in [k_begin, k_end). Row tiles differ by at most one row.
 static void multiply_tiles(const Weight *w, const float *x, idx x_stride, float *out, idx out_stride, idx rows, idx panel,
-                           idx num_panels, idx k_begin, idx k_end) {
+                           idx num_panels, idx k_begin, idx k_end, Prefetch prefetch) {
     const idx num_tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    const idx lines = (k_end - k_begin) * PANEL * element_bytes(w->type) / LINE * num_panels / GROUP_PANELS;
+    const char *group = prefetch.at;
+    prefetch.period = prefetch.due = (int)(GROUP_PANELS / num_panels * num_tiles);
     idx row = 0;
     for (idx t = 0; t < num_tiles; t++) {
         const idx next = rows * (t + 1) / num_tiles;
+        prefetch.at = group + lines * t / num_tiles * LINE;
         const TileShapes *shapes = &TILES[next - row];
         for (idx p = 0; p < num_panels;) {
             const int is_wide = num_panels - p >= shapes->width;
             (is_wide ? shapes->wide : shapes->narrow)(w, x + row * x_stride, x_stride, out + row * out_stride, out_stride,
-                                                      panel + p, k_begin, k_end);
+                                                      panel + p, k_begin, k_end, prefetch);
             p += is_wide ? shapes->width : 1;
         }
         row = next;
@@ -162,15 +191,20 @@ static void multiply_tiles(const Weight *w, const float *x, idx x_stride, float 
 }
 
 // Rows [0, rows) of a chunk, panels [first, last), k in [k_begin, k_end): panel by panel, so that the weight is read in
-// the order it lies in memory, in blocks of k that stay in the first-level cache for all rows of the chunk.
+// the order it lies in memory, in blocks of k that stay in the nearest caches for all rows of the chunk.
 static void multiply_chunk(const Weight *w, const float *x, idx x_stride, float *out, idx out_stride, idx rows, idx first,
                            idx last, idx k_begin, idx k_end) {
+    const idx panel_bytes = packed_k(w->type, w->in_features) * PANEL * element_bytes(w->type);
     const idx width = rows <= 3 ? TILES[rows].width : 1;
-    const idx block = rows <= MAX_ROWS ? k_end - k_begin : (w->type == TYPE_FLOAT32 ? 256 : 512);
+    const idx block = rows <= MAX_ROWS ? k_end - k_begin : (w->type == TYPE_FLOAT32 ? 768 : 1024);
     for (idx panel = first; panel < last; panel += width) {
         const idx num_panels = last - panel < width ? last - panel : width;
+        const idx place = (panel - first) % GROUP_PANELS, next_group = panel - place + GROUP_PANELS;
         for (idx k = k_begin; k < k_end; k += block) {
-            multiply_tiles(w, x, x_stride, out, out_stride, rows, panel, num_panels, k, k + block < k_end ? k + block : k_end);
+            const idx lines_before = (place * panel_bytes + k * PANEL * element_bytes(w->type)) / GROUP_PANELS / LINE;
+            const Prefetch prefetch = {(const char *)w->data + next_group * panel_bytes + lines_before * LINE, panel_bytes, 0, 0};
+            multiply_tiles(w, x, x_stride, out, out_stride, rows, panel, num_panels, k,
+                           k + block < k_end ? k + block : k_end, prefetch);
         }
     }
 }
