@@ -35,7 +35,6 @@ class WorkerFacts:
         context_len: most tokens of prompt and output that the model and the worker's pool can hold.
         fingerprint: everything that must agree between a prefill and a decode, by name.
         memory: what the pools and weights of every stage take.
-        skipped_bytes: what a decode of the same settings would take on top.
         has_state: the model keeps recurrent state.
     """
 
@@ -44,7 +43,6 @@ class WorkerFacts:
     fingerprint: Mapping[str, str]
     num_stages: int
     memory: MemoryPlan | None = None
-    skipped_bytes: int = 0
     has_state: bool = False
 
 
@@ -70,7 +68,6 @@ def worker_facts(config: EngineConfig, checkpoint: Checkpoint) -> WorkerFacts:
         fingerprint,
         config.num_stages,
         memory,
-        memory.skipped_bytes,
         bool(model.linear_layers(range(model.num_layers))),
     )
 

@@ -142,7 +142,6 @@ class WorkerHost:
             totals=self._engine.scheduler.totals,
             num_open=lambda: service.num_open,
             memory=self._engine.facts.memory,
-            skipped_bytes=self._engine.facts.skipped_bytes,
         )
         self.metrics.registry.register(collector)
         if self._config.metrics_listen is None:

@@ -57,7 +57,6 @@ class EngineCollector(Collector):
         totals: object,
         num_open: Callable[[], int],
         memory: MemoryPlan | None = None,
-        skipped_bytes: int = 0,
     ) -> None:
         self._role = role
         self._load = load
@@ -65,7 +64,6 @@ class EngineCollector(Collector):
         self._totals = totals
         self._num_open = num_open
         self._memory = memory
-        self._skipped_bytes = skipped_bytes
 
     def collect(self) -> Iterator[Family]:
         """Every row that is read at a scrape."""
@@ -95,7 +93,7 @@ class EngineCollector(Collector):
         role = self._role.value
         parts = [((role, *where), num_bytes) for where, num_bytes in planned_bytes(self._memory).items()]
         yield _family(table.WORKER_PLANNED_BYTES, parts)
-        yield _family(table.WORKER_SKIPPED_BYTES, [((role,), self._skipped_bytes)])
+        yield _family(table.WORKER_SKIPPED_BYTES, [((role,), self._memory.skipped_bytes)])
 
 
 def planned_bytes(memory: MemoryPlan) -> dict[tuple[str, str], int]:
