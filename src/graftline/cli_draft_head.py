@@ -17,6 +17,7 @@ import graftline
 from graftline.engine.draft_head.config import DraftHeadKind
 from graftline.engine.draft_head.evaluation import EvalOptions, TemperatureFigures, evaluate
 from graftline.engine.draft_head.measure import mean_accept_length
+from graftline.engine.draft_head.prompt_overlap import prompt_overlap
 from graftline.engine.draft_head.trainer import Progress as TrainProgress
 from graftline.engine.draft_head.trainer import StepOptions
 from graftline.engine.draft_head.training import TrainOptions
@@ -134,6 +135,20 @@ def evaluate_head(
         Console().print(_table(figures))
     if json_file is not None:
         json_file.write_text(json.dumps([figures.to_json() for figures in results], indent=2) + "\n")
+
+
+@app.command()
+def overlap(
+    work: Annotated[Path, typer.Option(help="Working folder of a training run.")],
+    model: Annotated[str, typer.Option(help="The model that run trained for.")] = "smollm2-135m",
+    prompts: Annotated[Path, typer.Option(help="JSON lines of kind and messages.")] = HELD_OUT_PROMPTS,
+    ngram: Annotated[int, typer.Option(min=1, help="Tokens of an n-gram.")] = 13,
+) -> None:
+    """Share of the n-grams of held-out prompts that a run's dialogs hold."""
+    table = Table("kind", "prompts", "mean", "largest", title=f"{ngram}-grams of prompts found in {work}")
+    for kind, shares in prompt_overlap(work, resolve_model(model), prompts, ngram).items():
+        table.add_row(kind, str(len(shares)), f"{sum(shares) / len(shares):.3f}", f"{max(shares):.3f}")
+    Console().print(table)
 
 
 class _BarReport:

@@ -4,9 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from graftline.cli_draft_head import app
+from graftline.engine.draft_head.dialogs import DialogWriter
+from graftline.engine.draft_head.prompt_overlap import prompt_overlap
+from graftline.engine.models.checkpoint import open_checkpoint
 from graftline.errors import InvalidRequestError
 from tests.engine.draft_head.conftest import PHRASES
 
@@ -23,6 +28,11 @@ def test_train_then_eval(tiny_target: Path, tmp_path: Path) -> None:
         catch_exceptions=False,
     )
     assert trained.exit_code == 0, trained.output
+    shared = CliRunner().invoke(
+        app, ["overlap", "--work", str(out / "work"), "--model", str(tiny_target)], catch_exceptions=False
+    )
+    assert shared.exit_code == 0, shared.output
+    assert "arithmetic" in shared.output
     prompts, figures = tmp_path / "prompts.jsonl", tmp_path / "figures.json"
     lines = [{"kind": kind, "messages": [{"role": "user", "content": PHRASES[0]}]} for kind in ("chat", "code")]
     prompts.write_text("\n".join(json.dumps(line) for line in lines))
@@ -56,6 +66,21 @@ def test_bad_input_is_named(tiny_target: Path, arguments: list[str], field: str)
     result = CliRunner().invoke(app, ["eval", "--model", str(tiny_target), *arguments])
     assert isinstance(result.exception, InvalidRequestError)
     assert result.exception.field == field
+
+
+def test_prompt_overlap_finds_what_a_dialog_holds(tiny_target: Path, tmp_path: Path) -> None:
+    writer = DialogWriter(open_checkpoint(tiny_target).card)
+    seen, unseen = "tell me about the old lighthouse", "what is seven times eleven"
+    row = writer.prompt_ids([{"role": "user", "content": seen}])
+    save_file({"tokens": torch.tensor([row], dtype=torch.int32)}, tmp_path / "dialogs-00000.safetensors")
+    lines = [
+        {"kind": kind, "messages": [{"role": "user", "content": text}]} for kind, text in (("a", seen), ("b", unseen))
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps(line) for line in lines))
+    assert prompt_overlap(tmp_path, tiny_target, prompts, 8) == {"a": [1.0], "b": [0.0]}
+    with pytest.raises(InvalidRequestError, match="no dialogs"):
+        prompt_overlap(tmp_path / "nowhere", tiny_target, prompts, 8)
 
 
 def test_unusable_prompts_are_named(tiny_target: Path, tmp_path: Path) -> None:
