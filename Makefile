@@ -39,9 +39,10 @@ proto: setup
 
 setup: $(SETUP)
 
-# Mooncake needs libibverbs even where it moves bytes over TCP.
+# What Mooncake is linked against, libibverbs even where it moves bytes over TCP.
 system-packages:
-	@ldconfig -p | grep -q libibverbs.so.1 || ($(APT) update -qq && $(APT) install -y -qq --no-install-recommends libibverbs1)
+	@(for name in libcurl.so.4 libibverbs.so.1 libnuma.so.1; do ldconfig -p | grep -q $$name || exit 1; done) || \
+		($(APT) update -qq && $(APT) install -y -qq --no-install-recommends libcurl4 libibverbs1 libnuma1)
 
 # A real Prometheus answers the dashboards' questions in the tests.
 test-packages:

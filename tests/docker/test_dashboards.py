@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import metrics_page
 import pytest
 import yaml
 from dashboard_files import TARGET, rendered
@@ -168,3 +169,7 @@ def test_a_test_configuration_keeps_every_job() -> None:
     targets = {f"graftline-{role.value}": ["127.0.0.1:1"] for role in ProcessRole}
     config = json.loads(json.dumps(config_for(targets, "1s")))
     assert [job["static_configs"] for job in config["scrape_configs"]] == [[{"targets": ["127.0.0.1:1"]}]] * 3
+
+
+def test_the_page_of_metrics_is_that_of_the_table() -> None:
+    assert metrics_page.TARGET.read_text() == metrics_page.page(), "run docker/grafana/metrics_page.py"
