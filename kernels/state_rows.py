@@ -3,11 +3,22 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graftline.kernels.attention_batch import AttentionBatch
+
+
+class StateSegment(NamedTuple):
+    """One segment, known on the host."""
+
+    first_row: int
+    num_rows: int
+    slot: int
+    is_tree: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +33,14 @@ class StateRows:
         parents: [rows] local index of the parent row; -1 for the first row of a segment.
         slots: [segments] whose state.
         is_tree: [segments] 1 for trees.
-        max_tree_rows: nodes of the largest tree, 0 without any.
+        segments: the same, on the host.
     """
 
     segment_rows: Tensor
     parents: Tensor
     slots: Tensor
     is_tree: Tensor
-    max_tree_rows: int
+    segments: tuple[StateSegment, ...]
 
     @property
     def num_rows(self) -> int:
@@ -41,15 +52,10 @@ class StateRows:
         """Slots that are read."""
         return self.slots.shape[0]
 
-    def segments(self) -> list[tuple[int, int, int, bool]]:
-        """(first row, rows, slot, whether a tree) of every segment, on the host."""
-        bounds = self.segment_rows.tolist()
-        return [
-            (first, end - first, slot, bool(tree))
-            for first, end, slot, tree in zip(
-                bounds, bounds[1:], self.slots.tolist(), self.is_tree.tolist(), strict=False
-            )
-        ]
+    @property
+    def max_tree_rows(self) -> int:
+        """Nodes of the largest tree, 0 without any."""
+        return max((segment.num_rows for segment in self.segments if segment.is_tree), default=0)
 
 
 class NativeStateRows(ctypes.Structure):
@@ -75,38 +81,41 @@ def native_state_rows(rows: StateRows) -> NativeStateRows:
     )
 
 
-def build_state_rows(batch: AttentionBatch, slots: Sequence[int], is_tree: Sequence[bool]) -> StateRows:
-    """The rows of `batch`, whose segments continue the states of `slots`.
+def build_state_rows(
+    batch: AttentionBatch, num_rows: Sequence[int], slots: Sequence[int], is_tree: Sequence[bool]
+) -> StateRows:
+    """The rows of `batch`, whose segments have `num_rows` each and continue the states of `slots`.
 
     Raises:
-        ValueError: a count that does not fit, a slot named twice, or a segment with two roots.
+        ValueError: a count that does not fit, a slot named twice, or (seen on CPU only) a segment with two roots.
     """
-    if len(slots) != batch.num_segments or len(is_tree) != batch.num_segments:
-        raise ValueError(f"{len(slots)} slots and {len(is_tree)} kinds for {batch.num_segments} segments")
-    if len(set(slots)) != len(slots):
-        raise ValueError(f"slots: {list(slots)} name one twice")
-    if int((batch.parents < 0).sum()) != batch.num_segments:
+    if not len(num_rows) == len(slots) == len(is_tree) == batch.num_segments or sum(num_rows) != batch.num_rows:
+        raise ValueError(
+            f"{list(num_rows)} rows, {len(slots)} slots, {len(is_tree)} kinds: {batch.num_segments} segments"
+        )
+    if not batch.parents.is_cuda and int((batch.parents < 0).sum()) != batch.num_segments:
         raise ValueError("parents: a segment has more than one root")
-    device = batch.parents.device
-    counts = batch.segment_rows.diff().tolist()
-    return StateRows(
-        segment_rows=batch.segment_rows,
-        parents=batch.parents,
-        slots=torch.tensor(list(slots), dtype=torch.int32).to(device),
-        is_tree=torch.tensor([int(tree) for tree in is_tree], dtype=torch.int32).to(device),
-        max_tree_rows=max((count for count, tree in zip(counts, is_tree, strict=True) if tree), default=0),
-    )
+    return _state_rows(batch.segment_rows, batch.parents, num_rows, slots, is_tree)
 
 
 def chain_rows(slots: Sequence[int], counts: Sequence[int], device: torch.device | str = "cpu") -> StateRows:
     """Segments of real tokens: `counts[s]` rows that continue `slots[s]`."""
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
+    bounds = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(device)
+    parents = torch.tensor([row - 1 for count in counts for row in range(count)], dtype=torch.int32).to(device)
+    return _state_rows(bounds, parents, counts, slots, [False] * len(slots))
+
+
+def _state_rows(
+    segment_rows: Tensor, parents: Tensor, counts: Sequence[int], slots: Sequence[int], is_tree: Sequence[bool]
+) -> StateRows:
+    if len(set(slots)) != len(slots):
+        raise ValueError(f"slots: {list(slots)} name one twice")
+    firsts = [0, *accumulate(counts)][:-1]
+    device = parents.device
     return StateRows(
-        segment_rows=torch.tensor(bounds, dtype=torch.int32).to(device),
-        parents=torch.tensor([row - 1 for count in counts for row in range(count)], dtype=torch.int32).to(device),
+        segment_rows=segment_rows,
+        parents=parents,
         slots=torch.tensor(list(slots), dtype=torch.int32).to(device),
-        is_tree=torch.zeros(len(slots), dtype=torch.int32).to(device),
-        max_tree_rows=0,
+        is_tree=torch.tensor([int(tree) for tree in is_tree], dtype=torch.int32).to(device),
+        segments=tuple(map(StateSegment, firsts, counts, slots, is_tree)),
     )
