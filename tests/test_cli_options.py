@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import typer
+import typer.main
 
+from graftline import cli_worker
 from graftline.cli_options import TOKEN_FILE_VARIABLE, settled_advertise, settled_transfer_host, token_or_file
 from graftline.errors import InvalidRequestError
+from graftline.worker.config import TransferConfig, TransferProtocol
 
 
 def test_a_token_given_outweighs_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -60,3 +63,18 @@ def test_wildcards_are_refused() -> None:
     """CASES D01: peers could not reach it."""
     with pytest.raises(InvalidRequestError, match="advertise"):
         settled_transfer_host("", "0.0.0.0:7001", None)
+
+
+def transfer_config(*arguments: str) -> TransferConfig:
+    """What `graftline decode` makes of a command line."""
+    group = typer.main.get_command(cli_worker.app)
+    command = group.get_command(typer.Context(group), "decode")  # type: ignore[attr-defined]
+    return cli_worker.worker_config(command.make_context("decode", list(arguments)).params).transfer
+
+
+def test_ways_of_transfers() -> None:
+    plain = transfer_config("--listen", "0.0.0.0:7001", "--advertise", "10.1.2.3")
+    assert (plain.host, plain.protocol, plain.intra_node_gpu) == ("10.1.2.3", TransferProtocol.TCP, False)
+    rdma = transfer_config("--transfer-protocol", "rdma", "--rdma-devices", "mlx5_0,mlx5_1")
+    assert (rdma.protocol, rdma.rdma_devices) == (TransferProtocol.RDMA, "mlx5_0,mlx5_1")
+    assert transfer_config("--intra-node-gpu").intra_node_gpu

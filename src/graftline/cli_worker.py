@@ -15,7 +15,7 @@ from rich.table import Table
 from graftline import cli_options as shared
 from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.engine.verify_mode import VerifyMode
-from graftline.worker.config import TransferConfig, TransportName, WorkerConfig
+from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
 from graftline.worker.process import die_with_launcher, end_process, outlive_signals, set_up_logging
 
@@ -79,6 +79,11 @@ WORKER_OPTIONS = (
     Option("metrics_listen", str, "host:port of Prometheus metrics; empty: none.", _NETWORK, default=""),
     Option("transport", TransportName, "How KV moves.", _NETWORK, default=TransportName.MOONCAKE),
     Option("transfer_host", str, "Host of the transfer ports; by default the one advertised.", _NETWORK, default=""),
+    Option(
+        "transfer_protocol", TransferProtocol, "Between hosts: tcp or rdma.", _NETWORK, default=TransferProtocol.TCP
+    ),
+    Option("rdma_devices", str, "RDMA devices, comma-separated; by default the engine picks.", _NETWORK, default=""),
+    Option("intra_node_gpu", bool, "KV on GPUs over NVLink; all peers must be on this host.", _NETWORK, default=False),
     Option("stall_timeout_s", float, "A write without progress for so long has failed.", _NETWORK, 1, default=10.0),
     Option("order_timeout_s", float, "The last byte of a write must arrive by then.", _NETWORK, 1, default=30.0),
     Option("start_timeout_s", float, "Seconds for all stages to be ready.", _NETWORK, 1, default=300.0),
@@ -217,6 +222,9 @@ def worker_config(given: dict[str, Any]) -> WorkerConfig:
             host=shared.settled_transfer_host(given["transfer_host"], given["listen"], advertise),
             stall_timeout_s=given["stall_timeout_s"],
             order_timeout_s=given["order_timeout_s"],
+            protocol=given["transfer_protocol"],
+            rdma_devices=given["rdma_devices"],
+            intra_node_gpu=given["intra_node_gpu"],
         ),
         tls=shared.server_tls(given["tls_certificate"], given["tls_key"], given["tls_ca"]),
         tokens=shared.tokens(given["token"]),

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -31,8 +32,8 @@ def probe(address: str, service: str = "", *, access: Access | None = None, time
     """What the process says of a service ("" is the whole server), such as "SERVING", or why it said nothing."""
     with open_sync_channel(address, access or Access()) as channel:
         try:
-            request = health_pb2.HealthCheckRequest(service=service)
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs know no methods
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

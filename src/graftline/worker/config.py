@@ -17,6 +17,13 @@ class TransportName(Enum):
     IN_PROCESS = "in-process"
 
 
+class TransferProtocol(Enum):
+    """What carries the writes of the transfer engine between hosts."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+
+
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """How a worker's stages reach other workers' memory.
@@ -26,12 +33,18 @@ class TransferConfig:
         stall_timeout_s: a write without any progress for this long has failed.
         order_timeout_s: an order whose last byte is not acknowledged so long after it was given has failed. Must stay
             below the quarantine of the decodes, so that no write of a forgotten order can meet a reused page.
+        protocol: between hosts.
+        rdma_devices: comma-separated; empty: the engine picks.
+        intra_node_gpu: GPU memory goes over NVLink or peer copies; all peers must be on this host then.
     """
 
     transport: TransportName = TransportName.MOONCAKE
     host: str = "127.0.0.1"
     stall_timeout_s: float = 10.0
     order_timeout_s: float = 30.0
+    protocol: TransferProtocol = TransferProtocol.TCP
+    rdma_devices: str = ""
+    intra_node_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,15 @@ class PortFactory:
     def _start(self) -> Transport:
         if self.config.transport is TransportName.MOONCAKE:
             stall_s = max(1, round(self.config.stall_timeout_s))
-            return MooncakeTransport(MooncakeConfig(host=self.config.host, stall_timeout_s=stall_s))
+            return MooncakeTransport(
+                MooncakeConfig(
+                    host=self.config.host,
+                    protocol=self.config.protocol.value,
+                    device=self.config.rdma_devices,
+                    stall_timeout_s=stall_s,
+                    intra_node_nvlink=self.config.intra_node_gpu,
+                )
+            )
         if self.hub is None:
             raise InvalidRequestError("transport", "in-process transfers need all workers in one process")
         return self.hub.join()
