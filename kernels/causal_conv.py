@@ -35,8 +35,11 @@ def causal_conv(x: Tensor, weight: Tensor, windows: Tensor, rows: StateRows, nod
         ValueError: shapes, types or strides that do not fit.
     """
     _check(x, weight, windows, rows, node_windows)
-    library = native_library() if x.device.type == "cpu" else None
-    if library is None:
+    if x.is_cuda:
+        from graftline.kernels.causal_conv_triton import causal_conv as kernel
+
+        return kernel(x, weight, windows, rows, node_windows)
+    if native_library() is None:
         return causal_conv_reference(x, weight, windows, rows, node_windows)
     out = torch.empty(x.shape)
     _run_native(x, weight, windows, rows, node_windows, out)
@@ -47,7 +50,11 @@ def move_windows(x: Tensor, windows: Tensor, rows: StateRows) -> None:
     """Moves the windows of chunks on behind their last rows, as `causal_conv` does, without computing anything."""
     weight = torch.zeros(windows.shape[1] + 1, windows.shape[2], dtype=x.dtype, device=x.device)
     _check(x, weight, windows, rows, None)
-    if x.device.type == "cpu" and native_library() is not None:
+    if x.is_cuda:
+        from graftline.kernels.causal_conv_triton import move_windows as kernel
+
+        kernel(x, windows, rows)
+    elif native_library() is not None:
         _run_native(x, weight, windows, rows, None, None)
     else:
         causal_conv_reference(x, weight, windows, rows, None)
@@ -85,7 +92,7 @@ def causal_conv_reference(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rounded = x.to(windows.dtype)
     parents = rows.parents.tolist()
-    for first, count, slot, is_tree in rows.segments():
+    for first, count, slot, is_tree in rows.segments:
         behind: list[Tensor] = []  # the window behind every row
         for row in range(count):
             parent = parents[first + row]

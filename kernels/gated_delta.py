@@ -42,7 +42,11 @@ def delta_inputs(
         raise ValueError(f"mixed {tuple(mixed.shape)}, beta_alpha {tuple(beta_alpha.shape)} for {value_heads} heads")
     check_rows("mixed", mixed)
     check_rows("beta_alpha", beta_alpha)
-    library = native_library() if mixed.device.type == "cpu" else None
+    if mixed.is_cuda:
+        from graftline.kernels.gated_delta_triton import delta_inputs as kernel
+
+        return kernel(mixed, beta_alpha, decay_rate, time_bias, num_key_heads, key_dim)
+    library = native_library()
     if library is None:
         return delta_inputs_reference(mixed, beta_alpha, decay_rate, time_bias, num_key_heads, key_dim)
     q, k = torch.empty(rows, num_key_heads, key_dim), torch.empty(rows, num_key_heads, key_dim)
@@ -109,7 +113,11 @@ def gated_delta(
         ValueError: shapes, types or strides that do not fit.
     """
     _check(q, k, v, decay, beta, states, rows, node_states)
-    library = native_library() if k.device.type == "cpu" else None
+    if k.is_cuda:
+        from graftline.kernels.gated_delta_triton import gated_delta as kernel
+
+        return kernel(q, k, v, decay, beta, states, rows, node_states)
+    library = native_library()
     if library is None:
         return gated_delta_reference(q, k, v, decay, beta, states, rows, node_states)
     value_heads, key_dim, value_dim = states.shape[1:]
@@ -158,7 +166,7 @@ def gated_delta_reference(
     values = v.float().reshape(-1, value_heads, value_dim)
     out = torch.empty(values.shape, dtype=v.dtype, device=v.device)
     parents = rows.parents.tolist()
-    for first, count, slot, is_tree in rows.segments():
+    for first, count, slot, is_tree in rows.segments:
         behind: list[Tensor] = []  # the state behind every row
         for row in range(first, first + count):
             before = states[slot] if parents[row] < 0 else behind[parents[row]]
@@ -195,7 +203,11 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     if gate.shape != (rows, heads * dim) or weight.shape != (dim,) or not x.is_contiguous():
         raise ValueError(f"x {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {tuple(weight.shape)}")
     check_rows("gate", gate)
-    library = native_library() if x.device.type == "cpu" else None
+    if x.is_cuda:
+        from graftline.kernels.gated_delta_triton import gated_rms_norm as kernel
+
+        return kernel(x, gate, weight, eps)
+    library = native_library()
     if library is None:
         return gated_rms_norm_reference(x, gate, weight, eps)
     out = torch.empty(rows, heads * dim)

@@ -25,7 +25,11 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
         raise ValueError(f"gate {tuple(gate.shape)} for x {tuple(x.shape)}")
     check_rows("x", x)
     check_rows("gate", gate)
-    library = native_library() if x.device.type == "cpu" else None
+    if x.is_cuda:
+        from graftline.kernels.gating_triton import sigmoid_mul as kernel
+
+        return kernel(x, gate)
+    library = native_library()
     if library is None:
         return sigmoid_mul_reference(x, gate)
     out = torch.empty(rows, columns)

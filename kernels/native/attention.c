@@ -5,37 +5,75 @@
 
 #include "parts.h"
 
-enum { BLOCK = 64, TILE_ROWS = 16, MAX_HEAD_DIM = 256, MAX_GROUP = 64 };
+enum { BLOCK = 64, MAX_HEAD_DIM = 256, MAX_PAIRS = 64 };  // a pair is a row and one of its query heads
 
 // Keys and values of one block as float rows: in the pages themselves, or converted into `scratch`.
 typedef struct {
     const float *k[BLOCK], *v[BLOCK];
+    idx stride;  // floats between neighbouring keys of every aligned group of 8, or 0 when they lie anyhow
 } Block;
 
 typedef struct {
     float k[BLOCK * MAX_HEAD_DIM], v[BLOCK * MAX_HEAD_DIM];
+    float weights[MAX_PAIRS][BLOCK];
 } Scratch;
 
 typedef struct {
     float max, sum;
 } Softmax;
 
-static void convert_row(const bf16 *from, idx count, float *to) {
-    for (idx i = 0; i < count; i++) to[i] = bf16_to_float(from[i]);
+INLINE void convert_row(const bf16 *from, idx count, float *to) {
+    for (idx i = 0; i < count; i += 8) eight_store(to + i, eight_load_bf16(from + i));
 }
 
-static void load_slot(const Batch *b, const Pages *p, idx segment, idx slot, idx kv_head, idx at, Block *block,
-                      Scratch *scratch) {
-    const idx dim = p->head_dim, element = slot_element(b, p, segment, slot) + kv_head * dim;
+// Keys and values of one KV head in `count` neighbouring slots of a page, the first of them at `element` of the pages.
+INLINE void load_run(const Pages *p, idx element, idx count, idx at, Block *block, Scratch *scratch) {
+    const idx dim = p->head_dim, token = p->kv_heads * dim;
     if (p->type == TYPE_FLOAT32) {
-        block->k[at] = (const float *)p->k + element;
-        block->v[at] = (const float *)p->v + element;
-    } else {
-        float *k = scratch->k + at * dim, *v = scratch->v + at * dim;
-        convert_row((const bf16 *)p->k + element, dim, k);
-        convert_row((const bf16 *)p->v + element, dim, v);
-        block->k[at] = k;
-        block->v[at] = v;
+        for (idx j = 0; j < count; j++) {
+            block->k[at + j] = (const float *)p->k + element + j * token;
+            block->v[at + j] = (const float *)p->v + element + j * token;
+        }
+        return;
+    }
+    for (idx j = 0; j < count; j++) {
+        float *k = scratch->k + (at + j) * dim, *v = scratch->v + (at + j) * dim;
+        convert_row((const bf16 *)p->k + element + j * token, dim, k);
+        convert_row((const bf16 *)p->v + element + j * token, dim, v);
+        block->k[at + j] = k;
+        block->v[at + j] = v;
+    }
+}
+
+// Slots [begin, begin + count) of a segment become keys 0, 1, ... of the block.
+static void load_slots(const Batch *b, const Pages *p, idx segment, idx begin, idx count, idx kv_head, Block *block,
+                       Scratch *scratch) {
+    const int32_t *table = b->page_tables + segment * b->max_pages;
+    idx page = begin / b->page_size, offset = begin % b->page_size;
+    for (idx at = 0; at < count; page++, offset = 0) {
+        const idx run = b->page_size - offset < count - at ? b->page_size - offset : count - at;
+        const idx element = table[page] * p->page_stride + (offset * p->kv_heads + kv_head) * p->head_dim;
+        load_run(p, element, run, at, block, scratch);
+        at += run;
+    }
+}
+
+// Asks for slots [begin, begin + count) ahead of their use.
+static void prefetch_slots(const Batch *b, const Pages *p, idx segment, idx begin, idx count, idx kv_head) {
+    const idx size = p->type == TYPE_FLOAT32 ? 4 : 2, row = p->head_dim * size, token = p->kv_heads * row;
+    const int32_t *table = b->page_tables + segment * b->max_pages;
+    idx page = begin / b->page_size, offset = begin % b->page_size;
+    for (idx at = 0; at < count; page++, offset = 0) {
+        const idx run = b->page_size - offset < count - at ? b->page_size - offset : count - at;
+        const idx element = table[page] * p->page_stride + (offset * p->kv_heads + kv_head) * p->head_dim;
+        const char *k = (const char *)p->k + element * size, *v = (const char *)p->v + element * size;
+        for (idx j = 0; j < run; j++, k += token, v += token) {
+            for (idx line = 0; line < row; line += 64) {
+                __builtin_prefetch(k + line, 0, 2);
+                __builtin_prefetch(v + line, 0, 2);
+            }
+        }
+        at += run;
     }
 }
 
@@ -46,24 +84,41 @@ static void load_path(const Batch *b, const Pages *p, idx segment, idx row, idx 
     for (idx local = row - first; local >= 0; local = b->parents[first + local]) {
         const idx position = b->positions[first + local];
         if (position < begin) break;
-        if (position < begin + count) {
-            load_slot(b, p, segment, start + local, kv_head, at + position - begin, block, scratch);
-        }
+        if (position >= begin + count) continue;
+        const idx element = slot_element(b, p, segment, start + local) + kv_head * p->head_dim;
+        load_run(p, element, 1, at + position - begin, block, scratch);
     }
 }
 
-// scores[j] = scale * q . k[j]: eight partial sums over d mod 8, in order, then their fixed tree.
+// sums[i] = q . k[i] for eight keys at k + i * stride: eight partial sums over d mod 8 each, in order.
+INLINE void eight_dots(const float *q, const float *k, idx stride, idx dim, Eight sums[8]) {
+    const float *far = k + 4 * stride;
+    UNROLL for (int i = 0; i < 8; i++) sums[i] = eight_zero();
+    for (idx d = 0; d < dim; d += 8) {
+        const Eight query = eight_load(q + d);
+        UNROLL for (int i = 0; i < 4; i++) sums[i] = eight_fma(query, eight_load(k + i * stride + d), sums[i]);
+        UNROLL for (int i = 0; i < 4; i++) sums[4 + i] = eight_fma(query, eight_load(far + i * stride + d), sums[4 + i]);
+    }
+}
+
+INLINE void eight_scattered_dots(const float *q, const float *const k[8], idx dim, Eight sums[8]) {
+    UNROLL for (int i = 0; i < 8; i++) sums[i] = eight_zero();
+    for (idx d = 0; d < dim; d += 8) {
+        const Eight query = eight_load(q + d);
+        UNROLL for (int i = 0; i < 8; i++) sums[i] = eight_fma(query, eight_load(k[i] + d), sums[i]);
+    }
+}
+
+// scores[j] = scale * q . k[j]: the partial sums, then their fixed tree.
 static void block_scores(const float *q, const Block *block, idx count, idx dim, float scale, float *scores) {
     for (idx j = 0; j < count; j += 8) {
-        const float *k[8];
         Eight sums[8];
-        UNROLL for (int i = 0; i < 8; i++) {
-            k[i] = block->k[j + i < count ? j + i : count - 1];
-            sums[i] = eight_zero();
-        }
-        for (idx d = 0; d < dim; d += 8) {
-            const Eight query = eight_load(q + d);
-            UNROLL for (int i = 0; i < 8; i++) sums[i] = eight_fma(query, eight_load(k[i] + d), sums[i]);
+        if (j + 8 <= count && block->stride) {
+            eight_dots(q, block->k[j], block->stride, dim, sums);
+        } else {
+            const float *k[8];
+            for (int i = 0; i < 8; i++) k[i] = block->k[j + i < count ? j + i : count - 1];
+            eight_scattered_dots(q, k, dim, sums);
         }
         eight_store(scores + j, eight_mul(eight_sums(sums), eight_set(scale)));
     }
@@ -99,79 +154,119 @@ static float largest_of_block(const float *x) {
     return max;
 }
 
-static void attend_block(const float *q, const Block *block, idx count, idx dim, float scale, int is_first, Softmax *state,
-                         float *out) {
-    float weights[BLOCK], values[MAX_HEAD_DIM];
-    block_scores(q, block, count, dim, scale, weights);
+// Softmax within a block: scores become e^(score - max); returns the block's max and sum.
+static Softmax block_softmax(float *weights, idx count) {
     for (idx j = count; j < BLOCK; j++) weights[j] = -INFINITY;
     const float max = largest_of_block(weights);
     for (idx j = 0; j < BLOCK; j++) weights[j] = exp_float(weights[j] - max);
     Eight sums = eight_load(weights);
     for (idx j = 8; j < BLOCK; j += 8) sums = eight_fma(eight_load(weights + j), eight_set(1.0f), sums);
-    const float sum = eight_total(sums);
-    if (is_first) {
-        block_values(weights, block, count, dim, out);
-        *state = (Softmax){max, sum};
-        return;
-    }
-    block_values(weights, block, count, dim, values);
-    const float both = state->max > max ? state->max : max;
-    const float keep = exp_float(state->max - both), take = exp_float(max - both);
-    for (idx d = 0; d < dim; d++) out[d] = __builtin_fmaf(out[d], keep, values[d] * take);
-    *state = (Softmax){both, __builtin_fmaf(state->sum, keep, sum * take)};
+    return (Softmax){max, eight_total(sums)};
 }
 
-// Query heads [head, head + num_heads), all of one KV head, of rows [row, row + num_rows), all of one segment.
-static void attend_tile(const Batch *b, const Pages *p, Rows q, Rows out, idx row, idx num_rows, idx kv_head, idx head,
-                        idx num_heads, float scale, Scratch *scratch) {
-    const idx segment = b->row_segment[row], dim = p->head_dim;
+// Joins a block's weighted values to those of the blocks before it.
+static void join_block(const float *weights, const Block *block, idx count, idx dim, Softmax part, int is_first,
+                       Softmax *state, float *out) {
+    if (is_first) {
+        block_values(weights, block, count, dim, out);
+        *state = part;
+        return;
+    }
+    float values[MAX_HEAD_DIM];
+    block_values(weights, block, count, dim, values);
+    const float both = state->max > part.max ? state->max : part.max;
+    const float keep = exp_float(state->max - both), take = exp_float(part.max - both);
+    for (idx d = 0; d < dim; d++) out[d] = __builtin_fmaf(out[d], keep, values[d] * take);
+    *state = (Softmax){both, __builtin_fmaf(state->sum, keep, part.sum * take)};
+}
+
+// What a task works on: query heads [head, head + num_heads) of one KV head, rows [row, row + num_rows) of one segment.
+typedef struct {
+    idx segment, row, num_rows, kv_head, head, num_heads;
+} Tile;
+
+// Keys of a block that a row sees.
+INLINE idx visible(const Batch *b, idx row, idx begin) {
+    const idx count = b->positions[row] + 1 - begin;
+    return count < 0 ? 0 : (count > BLOCK ? BLOCK : count);
+}
+
+// Scores of all rows and heads first, values second: keys and values need the nearest cache one after the other.
+static void attend_rows(const Batch *b, const Tile *t, const Block *block, Rows q, Rows out, idx first, idx num_rows, idx dim,
+                        float scale, idx begin, Softmax *states, Scratch *scratch) {
+    Softmax parts[MAX_PAIRS];
+    for (idx r = first; r < first + num_rows; r++) {
+        const idx count = visible(b, t->row + r, begin);
+        for (idx h = 0; h < t->num_heads && count; h++) {
+            const idx pair = r * t->num_heads + h;
+            block_scores(q.data + (t->row + r) * q.stride + (t->head + h) * dim, block, count, dim, scale, scratch->weights[pair]);
+            parts[pair] = block_softmax(scratch->weights[pair], count);
+        }
+    }
+    for (idx r = first; r < first + num_rows; r++) {
+        const idx count = visible(b, t->row + r, begin);
+        for (idx h = 0; h < t->num_heads && count; h++) {
+            const idx pair = r * t->num_heads + h;
+            join_block(scratch->weights[pair], block, count, dim, parts[pair], begin == 0, &states[pair],
+                       out.data + (t->row + r) * out.stride + (t->head + h) * dim);
+        }
+    }
+}
+
+static void attend_tile(const Batch *b, const Pages *p, const Tile *t, Rows q, Rows out, float scale, Scratch *scratch) {
+    const idx dim = p->head_dim;
     idx last_position = 0;
-    for (idx r = row; r < row + num_rows; r++) last_position = b->positions[r] > last_position ? b->positions[r] : last_position;
+    for (idx r = t->row; r < t->row + t->num_rows; r++) {
+        last_position = b->positions[r] > last_position ? b->positions[r] : last_position;
+    }
     // Positions whose slot is the same for all rows of the tile: there, slot = position.
-    const idx shared = b->is_chain ? last_position + 1 : b->segment_start[segment];
-    Softmax states[TILE_ROWS * MAX_GROUP];
+    const idx shared = b->is_chain ? last_position + 1 : b->segment_start[t->segment];
+    Softmax states[MAX_PAIRS];
     Block block;
     for (idx begin = 0; begin <= last_position; begin += BLOCK) {
         idx num_shared = shared - begin;
         num_shared = num_shared < 0 ? 0 : (num_shared > BLOCK ? BLOCK : num_shared);
-        for (idx j = 0; j < num_shared; j++) load_slot(b, p, segment, begin + j, kv_head, j, &block, scratch);
-        for (idx r = 0; r < num_rows; r++) {
-            idx count = b->positions[row + r] + 1 - begin;
-            if (count <= 0) continue;
-            if (count > BLOCK) count = BLOCK;
+        // Page runs and scratch are regular; a tree's own rows in float32 pages are not.
+        block.stride = p->type != TYPE_FLOAT32 ? dim : (num_shared == BLOCK && b->page_size % 8 == 0 ? p->kv_heads * dim : 0);
+        load_slots(b, p, t->segment, begin, num_shared, t->kv_head, &block, scratch);
+        const idx num_next = shared - begin - BLOCK;
+        if (num_next > 0) prefetch_slots(b, p, t->segment, begin + BLOCK, num_next < BLOCK ? num_next : BLOCK, t->kv_head);
+        if (b->is_chain || num_shared == BLOCK) {
+            attend_rows(b, t, &block, q, out, 0, t->num_rows, dim, scale, begin, states, scratch);
+            continue;
+        }
+        for (idx r = 0; r < t->num_rows; r++) {  // every row has a path of its own
+            const idx count = visible(b, t->row + r, begin);
             if (count > num_shared) {
-                load_path(b, p, segment, row + r, begin + num_shared, count - num_shared, kv_head, num_shared, &block, scratch);
+                load_path(b, p, t->segment, t->row + r, begin + num_shared, count - num_shared, t->kv_head, num_shared, &block,
+                          scratch);
             }
-            for (idx h = 0; h < num_heads; h++) {
-                const idx at = (head + h) * dim;
-                attend_block(q.data + (row + r) * q.stride + at, &block, count, dim, scale, begin == 0,
-                             &states[r * num_heads + h], out.data + (row + r) * out.stride + at);
-            }
+            attend_rows(b, t, &block, q, out, r, 1, dim, scale, begin, states, scratch);
         }
     }
-    for (idx r = 0; r < num_rows; r++) {
-        for (idx h = 0; h < num_heads; h++) {
-            float *values = out.data + (row + r) * out.stride + (head + h) * dim;
-            const float inverse = 1.0f / states[r * num_heads + h].sum;
-            for (idx d = 0; d < dim; d++) values[d] = values[d] * inverse;
-        }
+    for (idx pair = 0; pair < t->num_rows * t->num_heads; pair++) {
+        float *values = out.data + (t->row + pair / t->num_heads) * out.stride + (t->head + pair % t->num_heads) * dim;
+        const float inverse = 1.0f / states[pair].sum;
+        for (idx d = 0; d < dim; d++) values[d] = values[d] * inverse;
     }
 }
 
 void attention_part(const Batch *b, const Pages *p, Rows q, Rows out, idx heads, float scale, int thread, int num_threads) {
     const idx group = heads / p->kv_heads;
-    // Few rows: one query head a task, so that the threads share the work evenly.
-    const idx heads_a_task = b->num_rows * p->kv_heads < 4 * num_threads ? 1 : group;
-    const idx tile_rows = b->num_rows < TILE_ROWS * num_threads ? (b->num_rows + num_threads - 1) / num_threads : TILE_ROWS;
+    // Few rows on several threads: one query head a task, so that they share the work evenly.
+    const idx heads_a_task = num_threads > 1 && b->num_rows * p->kv_heads < 4 * num_threads ? 1 : group;
+    const idx largest = MAX_PAIRS / heads_a_task, even = (b->num_rows + num_threads - 1) / num_threads;
+    const idx tile_rows = even < largest ? even : largest;
     Scratch scratch;
     idx task = 0;
     for (idx segment = 0; segment < b->num_segments; segment++) {
         const idx end = b->segment_rows[segment + 1];
         for (idx row = b->segment_rows[segment]; row < end; row += tile_rows) {
-            const idx num_rows = end - row < tile_rows ? end - row : tile_rows;
             for (idx head = 0; head < heads; head += heads_a_task, task++) {
                 if (task % num_threads != thread) continue;
-                attend_tile(b, p, q, out, row, num_rows, head / group, head, heads_a_task, scale, &scratch);
+                const idx num_rows = end - row < tile_rows ? end - row : tile_rows;
+                const Tile tile = {segment, row, num_rows, head / group, head, heads_a_task};
+                attend_tile(b, p, &tile, q, out, scale, &scratch);
             }
         }
     }

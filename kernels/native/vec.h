@@ -119,6 +119,9 @@ INLINE Eight eight_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void eight_store(float *p, Eight v) { _mm256_storeu_ps(p, v); }
 INLINE Eight eight_fma(Eight a, Eight b, Eight c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Eight eight_mul(Eight a, Eight b) { return _mm256_mul_ps(a, b); }
+INLINE Eight eight_load_bf16(const bf16 *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
 // Lane j of the result is the sum of the lanes of v[j]: ((0+1)+(2+3)) + ((4+5)+(6+7)).
 INLINE Eight eight_sums(const Eight v[8]) {
     const __m256 s01 = _mm256_hadd_ps(v[0], v[1]), s23 = _mm256_hadd_ps(v[2], v[3]);
@@ -139,6 +142,11 @@ INLINE Eight eight_fma(Eight a, Eight b, Eight c) {
     return c;
 }
 INLINE Eight eight_mul(Eight a, Eight b) { for (int i = 0; i < 8; i++) a.x[i] *= b.x[i]; return a; }
+INLINE Eight eight_load_bf16(const bf16 *p) {
+    Eight r;
+    for (int i = 0; i < 8; i++) r.x[i] = bf16_to_float(p[i]);
+    return r;
+}
 INLINE Eight eight_sums(const Eight v[8]) {
     Eight r;
     for (int i = 0; i < 8; i++) {

@@ -1,0 +1,267 @@
+"""Triton kernels of `graftline.kernels.gated_delta`.
+
+Token by token (decode, tree verify, commit): a program takes a block of columns of one head's state, which stays in
+registers. Prompt chunks go 16 tokens at a time: within a chunk the updates are solved for at once (the UT transform of
+Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule"), between chunks the state is carried on.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graftline.kernels.state_rows import StateRows
+
+_BLOCK_V = 32
+_CHUNK = 16
+_LEAST_CHUNKED_ROWS = 64  # a segment: below this the loop over tokens is as fast
+
+
+@triton.jit
+def _delta_inputs_kernel(
+    mixed_ptr, gates_ptr, rate_ptr, time_bias_ptr, q_out_ptr, k_out_ptr, decay_ptr, beta_ptr,
+    mixed_stride, gates_stride, key_heads, value_heads, key_dim, shrink,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_K)
+    inside = d < key_dim
+    query_at = mixed_ptr + row * mixed_stride + head * key_dim + d
+    query = tl.load(query_at, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(query_at + key_heads * key_dim, mask=inside, other=0.0).to(tl.float32)
+    to = (row * key_heads + head) * key_dim + d
+    tl.store(q_out_ptr + to, query * (tl.rsqrt(tl.sum(query * query) + 1e-6) * shrink), mask=inside)
+    tl.store(k_out_ptr + to, key * tl.rsqrt(tl.sum(key * key) + 1e-6), mask=inside)
+    if head == 0:
+        h = tl.arange(0, BLOCK_H)
+        real = h < value_heads
+        b = tl.load(gates_ptr + row * gates_stride + h, mask=real, other=0.0).to(tl.float32)
+        a = tl.load(gates_ptr + row * gates_stride + value_heads + h, mask=real, other=0.0).to(tl.float32)
+        x = a + tl.load(time_bias_ptr + h, mask=real, other=0.0)
+        soft = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+        decay = tl.exp(-tl.load(rate_ptr + h, mask=real, other=0.0) * soft)
+        tl.store(decay_ptr + row * value_heads + h, decay, mask=real)
+        tl.store(beta_ptr + row * value_heads + h, 1.0 / (1.0 + tl.exp(-b)), mask=real)
+
+
+@triton.jit
+def _delta_step(
+    state, row, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride, key_heads, value_heads,
+    key_dim, value_dim, d, e, HAS_Q: tl.constexpr,
+):  # fmt: skip
+    """One token: the state behind it; its output goes to memory."""
+    at = row.to(tl.int64)
+    key = tl.load(k_ptr + (at * key_heads + key_head) * key_dim + d, mask=d < key_dim, other=0.0)
+    value = tl.load(v_ptr + at * v_stride + head * value_dim + e, mask=e < value_dim, other=0.0).to(tl.float32)
+    decay = tl.load(decay_ptr + at * value_heads + head)
+    beta = tl.load(beta_ptr + at * value_heads + head)
+    state = state * decay
+    change = (value - tl.sum(state * key[:, None], 0)) * beta
+    state = state + key[:, None] * change[None, :]
+    if HAS_Q:
+        query = tl.load(q_ptr + (at * key_heads + key_head) * key_dim + d, mask=d < key_dim, other=0.0)
+        out = tl.sum(state * query[:, None], 0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (at * value_heads + head) * value_dim + e, out, mask=e < value_dim)
+    return state
+
+
+@triton.jit
+def _gated_delta_kernel(
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, states_ptr, node_states_ptr, out_ptr,
+    segment_rows_ptr, parents_ptr, slots_ptr, is_tree_ptr,
+    v_stride, slot_stride, node_slot_stride, node_stride, key_heads, value_heads, key_dim, value_dim,
+    HAS_Q: tl.constexpr, KEEP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_K)
+    e = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first = tl.load(segment_rows_ptr + segment)
+    end = tl.load(segment_rows_ptr + segment + 1)
+    slot = tl.load(slots_ptr + segment).to(tl.int64)
+    key_head = head // (value_heads // key_heads)
+    tile = head * key_dim * value_dim + d[:, None] * value_dim + e[None, :]
+    inside = (d[:, None] < key_dim) & (e[None, :] < value_dim)
+    own = states_ptr + slot * slot_stride + tile
+    state = tl.load(own, mask=inside, other=0.0)
+    if tl.load(is_tree_ptr + segment) == 0:
+        for row in range(first, end):
+            state = _delta_step(
+                state, row, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride, key_heads,
+                value_heads, key_dim, value_dim, d, e, HAS_Q,
+            )  # fmt: skip
+        tl.store(own, state, mask=inside)
+    else:
+        state = _delta_step(
+            state, first, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride, key_heads,
+            value_heads, key_dim, value_dim, d, e, HAS_Q,
+        )  # fmt: skip
+        root = state
+        tl.store(own, state, mask=inside)
+        nodes = node_states_ptr + slot * node_slot_stride + tile
+        for row in range(first + 1, end):
+            parent = tl.load(parents_ptr + row)
+            if parent != row - first - 1:  # else the state of the row before is the parent's
+                if KEEP:
+                    tl.debug_barrier()
+                    before = tl.maximum(parent - 1, 0).to(tl.int64)
+                    kept = tl.load(nodes + before * node_stride, mask=inside & (parent > 0), other=0.0)
+                    state = tl.where(parent > 0, kept, root)
+                else:  # from the root again, down the parent's path
+                    depth = 0
+                    node = parent
+                    while node > 0:
+                        depth += 1
+                        node = tl.load(parents_ptr + first + node)
+                    state = root
+                    for done in range(depth):
+                        node = parent
+                        for _ in range(depth - 1 - done):
+                            node = tl.load(parents_ptr + first + node)
+                        state = _delta_step(
+                            state, first + node, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr,
+                            v_stride, key_heads, value_heads, key_dim, value_dim, d, e, False,
+                        )  # fmt: skip
+            state = _delta_step(
+                state, row, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride, key_heads,
+                value_heads, key_dim, value_dim, d, e, HAS_Q,
+            )  # fmt: skip
+            if KEEP:
+                tl.store(nodes + (row - first - 1).to(tl.int64) * node_stride, state, mask=inside)
+
+
+@triton.jit
+def _gated_delta_chunked_kernel(
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, states_ptr, out_ptr, segment_rows_ptr, slots_ptr,
+    v_stride, slot_stride, key_heads, value_heads, key_dim, value_dim,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_K)
+    e = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    t = tl.arange(0, CHUNK)
+    first = tl.load(segment_rows_ptr + segment)
+    end = tl.load(segment_rows_ptr + segment + 1)
+    slot = tl.load(slots_ptr + segment).to(tl.int64)
+    key_head = head // (value_heads // key_heads)
+    inside = (d[:, None] < key_dim) & (e[None, :] < value_dim)
+    own = states_ptr + slot * slot_stride + head * key_dim * value_dim + d[:, None] * value_dim + e[None, :]
+    state = tl.load(own, mask=inside, other=0.0)
+    identity = (t[:, None] == t[None, :]).to(tl.float32)
+    for start in range(first, end, CHUNK):
+        row = (start + t).to(tl.int64)
+        real = start + t < end
+        keys_at = (row[:, None] * key_heads + key_head) * key_dim + d[None, :]
+        keys_mask = real[:, None] & (d[None, :] < key_dim)
+        key = tl.load(k_ptr + keys_at, mask=keys_mask, other=0.0)  # [CHUNK, BLOCK_K]
+        query = tl.load(q_ptr + keys_at, mask=keys_mask, other=0.0)
+        values_mask = real[:, None] & (e[None, :] < value_dim)
+        value = tl.load(
+            v_ptr + row[:, None] * v_stride + head * value_dim + e[None, :], mask=values_mask, other=0.0
+        ).to(tl.float32)  # [CHUNK, BLOCK_V]
+        # Rows past the end neither decay nor write. A decay of 0 becomes one of 1e-38: nothing shines through either.
+        decay = tl.load(decay_ptr + row * value_heads + head, mask=real, other=1.0)
+        beta = tl.load(beta_ptr + row * value_heads + head, mask=real, other=0.0)
+        passed = tl.cumsum(tl.log(tl.maximum(decay, 1e-38)), 0).to(tl.float32)  # the interpreter widens
+        fade = tl.where(t[:, None] >= t[None, :], tl.exp(tl.minimum(passed[:, None] - passed[None, :], 0.0)), 0.0)
+        # u = (I + B)^-1 beta (v - decayed k S), B strictly lower triangular; B^16 = 0, so the inverse is a product.
+        lower = tl.dot(key, tl.trans(key), input_precision="ieee") * fade * beta[:, None]
+        power = -tl.where(t[:, None] > t[None, :], lower, 0.0)
+        inverse = identity + power
+        for _ in tl.static_range(3):
+            power = tl.dot(power, power, input_precision="ieee")
+            inverse = tl.dot(inverse, identity + power, input_precision="ieee")
+        since = tl.exp(passed)[:, None]
+        wanted = (value - tl.dot(key * since, state, input_precision="ieee")) * beta[:, None]
+        change = tl.dot(inverse, wanted, input_precision="ieee")  # [CHUNK, BLOCK_V]
+        seen = tl.dot(query, tl.trans(key), input_precision="ieee") * fade
+        out = tl.dot(query * since, state, input_precision="ieee") + tl.dot(seen, change, input_precision="ieee")
+        out_at = (row[:, None] * value_heads + head) * value_dim + e[None, :]
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=values_mask)
+        whole = tl.sum(tl.where(t == CHUNK - 1, passed, 0.0))
+        left = tl.exp(whole - passed)[:, None]
+        state = state * tl.exp(whole) + tl.dot(tl.trans(key * left), change, input_precision="ieee")
+    tl.store(own, state, mask=inside)
+
+
+@triton.jit
+def _gated_norm_kernel(x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, heads, dim, eps, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    x = tl.load(x_ptr + index * dim + columns, mask=inside, other=0.0).to(tl.float32)
+    gate_at = gate_ptr + index // heads * gate_stride + index % heads * dim + columns
+    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x) / dim + eps) * weight
+    out = normed * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out_ptr + index * dim + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def delta_inputs(
+    mixed: Tensor, beta_alpha: Tensor, decay_rate: Tensor, time_bias: Tensor, num_key_heads: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `graftline.kernels.gated_delta.delta_inputs`."""
+    rows, heads = mixed.shape[0], decay_rate.shape[0]
+    q, k = (mixed.new_empty((rows, num_key_heads, key_dim), dtype=torch.float32) for _ in range(2))
+    decay, beta = (mixed.new_empty((rows, heads), dtype=torch.float32) for _ in range(2))
+    _delta_inputs_kernel[(rows, num_key_heads)](
+        mixed, beta_alpha, decay_rate, time_bias, q, k, decay, beta, mixed.stride(0), beta_alpha.stride(0),
+        num_key_heads, heads, key_dim, key_dim**-0.5, BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_H=triton.next_power_of_2(heads),
+    )  # fmt: skip
+    return q, k, decay, beta
+
+
+def gated_delta(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    rows: StateRows,
+    node_states: Tensor | None,
+) -> Tensor | None:
+    """See `graftline.kernels.gated_delta.gated_delta`."""
+    if q is not None and rows.max_tree_rows == 0 and rows.num_rows >= _LEAST_CHUNKED_ROWS * rows.num_segments:
+        return gated_delta_chunked(q, k, v, decay, beta, states, rows)
+    value_heads, key_dim, value_dim = states.shape[1:]
+    out = None if q is None else torch.empty(rows.num_rows, value_heads, value_dim, dtype=v.dtype, device=v.device)
+    block_v = min(_BLOCK_V, triton.next_power_of_2(value_dim))
+    nodes = states.unsqueeze(1) if node_states is None else node_states
+    _gated_delta_kernel[(rows.num_segments, value_heads, triton.cdiv(value_dim, block_v))](
+        k if q is None else q, k, v, decay, beta, states, nodes, v if out is None else out,
+        rows.segment_rows, rows.parents, rows.slots, rows.is_tree,
+        v.stride(0), states.stride(0), nodes.stride(0), nodes.stride(1), k.shape[1], value_heads, key_dim, value_dim,
+        HAS_Q=q is not None, KEEP=node_states is not None, BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def gated_delta_chunked(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, rows: StateRows
+) -> Tensor:
+    """Chunks of prompts only. Its bits depend on where the chunks of 16 lie, its values do not."""
+    value_heads, key_dim, value_dim = states.shape[1:]
+    out = torch.empty(rows.num_rows, value_heads, value_dim, dtype=v.dtype, device=v.device)
+    block_v = max(16, min(_BLOCK_V, triton.next_power_of_2(value_dim)))
+    _gated_delta_chunked_kernel[(rows.num_segments, value_heads, triton.cdiv(value_dim, block_v))](
+        q, k, v, decay, beta, states, out, rows.segment_rows, rows.slots, v.stride(0), states.stride(0), k.shape[1],
+        value_heads, key_dim, value_dim, BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_V=block_v,
+        CHUNK=_CHUNK,
+    )  # fmt: skip
+    return out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `graftline.kernels.gated_delta.gated_rms_norm`."""
+    rows, heads, dim = x.shape
+    out = torch.empty(rows, heads * dim, dtype=x.dtype, device=x.device)
+    _gated_norm_kernel[(rows * heads,)](
+        x, gate, weight, out, gate.stride(0), heads, dim, eps, BLOCK=triton.next_power_of_2(dim)
+    )
+    return out
