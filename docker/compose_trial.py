@@ -369,7 +369,6 @@ def check_down(engine: Engine) -> None:
 def use(engine: Engine, prometheus: str) -> None:
     """Up, answers, dashboards, a loss, down."""
     containers = Containers(engine)
-    engine.compose("--profile", "cpu", "down", "--volumes", timeout_s=300)
     say("up")
     try:
         engine.compose("up", "--detach", "--no-build", "--wait", timeout_s=UP_S, PROMETHEUS_IMAGE=prometheus)
@@ -411,6 +410,8 @@ def main() -> int:
         with scratch_folder() as folder:
             engine = Engine(folder)
             with engine.running():
+                # What an earlier trial in this folder left when it was killed.
+                engine.compose("--profile", "cpu", "down", "--volumes", timeout_s=300)
                 base = base_image(engine)
                 prometheus = prometheus_image(engine, base)
                 if not os.environ.get("TRIAL_SKIP_BUILD"):
