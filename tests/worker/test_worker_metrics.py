@@ -15,14 +15,8 @@ from graftline.metrics import Metrics, ProcessRole
 from graftline.worker.metrics import EngineCollector, PrefillMetrics, planned_bytes
 
 STAGE = StagePlan(0, range(2), weight_bytes=100, target_kv_bytes=40, draft_kv_bytes=0, draft_scratch_bytes=0)
-PLAN = MemoryPlan(
-    Role.PREFILL,
-    4,
-    16,
-    (STAGE, replace(STAGE, stage=1, draft_kv_bytes=7)),
-    skips_verify=True,
-    skipped_stage_bytes=(5, 6),
-)
+STAGE_PLANS = (STAGE, replace(STAGE, stage=1, draft_kv_bytes=7))
+PLAN = MemoryPlan(Role.PREFILL, 4, 16, STAGE_PLANS, skips_verify=True, skipped_stage_bytes=(5, 6))
 STAGES = [
     StageAlive(0, 1, 2.5, 7, resident_bytes=1000),
     StageAlive(1, 1, 0.5, 7, resident_bytes=2000, device_bytes=3000),
@@ -48,10 +42,9 @@ def test_every_part_of_the_plan_is_exported() -> None:
     parts = planned_bytes(PLAN)
     assert parts["0", "weight"] == 100
     assert parts["1", "draft_kv"] == 7
-    totals = {stage: sum(size for (owner, _), size in parts.items() if owner == str(stage)) for stage in (0, 1)}
-    assert [totals[stage.stage] for stage in PLAN.stages] == [
-        stage.pool_bytes + stage.weight_bytes for stage in PLAN.stages
-    ]
+    for stage in PLAN.stages:
+        own = [size for (owner, _), size in parts.items() if owner == str(stage.stage)]
+        assert sum(own) == stage.pool_bytes + stage.weight_bytes
     text = exposition(PLAN)
     assert f'{table.WORKER_PLANNED_BYTES.name}{{part="target_kv",role="prefill",stage="1"}} 40.0' in text
     assert f'{table.WORKER_SKIPPED_BYTES.name}{{role="prefill"}} 11.0' in text
