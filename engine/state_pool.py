@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graftline.engine.models.hybrid_config import LinearShape
+from graftline.kernels.state_commit import typed_view
 
 _ALIGNMENT = 16
 
@@ -95,12 +96,6 @@ class StatePool:
         """These slots start from nothing."""
         for slot in slots:
             self.data[slot].zero_()
-
-
-def typed_view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """[..., *shape] of another type: so many bytes of [..., bytes] uint8 from `offset` on, in place."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return data[..., offset : offset + num_bytes].view(dtype).view(*data.shape[:-1], *shape)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -7,16 +7,16 @@ again. Both give the bits that plain decoding gives.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from graftline.engine.state_pool import StateGeometry, StatePool, typed_view
+from graftline.engine.state_pool import StateGeometry, StatePool
 from graftline.engine.verify_mode import VerifyMode
-from graftline.kernels.causal_conv import move_windows
-from graftline.kernels.gated_delta import gated_delta
-from graftline.kernels.state_rows import StateRows, chain_rows
+from graftline.kernels.state_commit import PackedLayers, copy_nodes, replay_nodes, store_inputs
+from graftline.kernels.state_rows import StateRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class DraftRows:
         """Those of a step."""
         found = [
             (first + node, slot, node - 1)
-            for first, count, slot, is_tree in rows.segments()
+            for first, count, slot, is_tree in rows.segments
             if is_tree
             for node in range(1, count)
         ]
@@ -83,7 +83,7 @@ def node_bytes(geometry: StateGeometry, mode: VerifyMode) -> int:
     """Bytes that one node of one slot takes."""
     if mode is VerifyMode.SNAPSHOT:
         return geometry.slot_bytes
-    return len(geometry.layers) * _InputLayout.of(geometry).num_bytes
+    return len(geometry.layers) * _packed(geometry).node_layer_bytes
 
 
 def verify_state_bytes(geometry: StateGeometry, mode: VerifyMode, num_slots: int, num_nodes: int) -> int:
@@ -128,49 +128,9 @@ class Snapshots:
 
     def commit(self, pool: StatePool, paths: Sequence[AcceptedPath]) -> None:
         """See `VerifyState`: one copy a slot."""
-        for path in paths:
-            if path.drafts:
-                pool.data[path.slot] = self._data[path.slot, path.nodes[-1] - 1]
-
-
-@dataclass(frozen=True, slots=True)
-class _InputLayout:
-    """Where one layer's inputs of one node lie: conv input | k | v | decay | beta, in bytes."""
-
-    geometry: StateGeometry
-    x: int
-    k: int
-    v: int
-    decay: int
-    beta: int
-    num_bytes: int
-
-    @classmethod
-    def of(cls, geometry: StateGeometry) -> "_InputLayout":
-        shape, wide = geometry.shape, torch.float32.itemsize
-        sizes = (
-            shape.conv_channels * geometry.dtype.itemsize,
-            shape.key_size * wide,
-            shape.value_size * wide,
-            shape.num_value_heads * wide,
-            shape.num_value_heads * wide,
-        )
-        offsets = [0]
-        for size in sizes:
-            offsets.append(offsets[-1] + -(-size // 16) * 16)
-        return cls(geometry, *offsets)
-
-    def views(self, data: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """x, k, v, decay, beta of the stage's `index`-th layer in [..., node_bytes] uint8."""
-        shape, base = self.geometry.shape, index * self.num_bytes
-        heads = (shape.num_value_heads,)
-        return (
-            typed_view(data, base + self.x, self.geometry.dtype, (shape.conv_channels,)),
-            typed_view(data, base + self.k, torch.float32, (shape.num_key_heads, shape.key_dim)),
-            typed_view(data, base + self.v, torch.float32, (shape.value_size,)),
-            typed_view(data, base + self.decay, torch.float32, heads),
-            typed_view(data, base + self.beta, torch.float32, heads),
-        )
+        moved = [path for path in paths if path.drafts]
+        taken = [path.nodes[-1] - 1 for path in moved]
+        copy_nodes(pool.data, self._data, [path.slot for path in moved], taken)
 
 
 class Inputs:
@@ -179,11 +139,10 @@ class Inputs:
     def __init__(
         self, geometry: StateGeometry, num_slots: int, num_nodes: int, device: torch.device | str = "cpu"
     ) -> None:
-        self._geometry = geometry
-        layout = _InputLayout.of(geometry)
-        size = len(geometry.layers) * layout.num_bytes
+        self._places = {layer: index for index, layer in enumerate(geometry.layers)}
+        self._layout = _packed(geometry)
+        size = len(geometry.layers) * self._layout.node_layer_bytes
         self._data = torch.zeros(num_slots + 1, num_nodes - 1, size, dtype=torch.uint8, device=device)
-        self._views = {layer: layout.views(self._data, index) for index, layer in enumerate(geometry.layers)}
 
     @property
     def num_bytes(self) -> int:
@@ -202,23 +161,44 @@ class Inputs:
         self, layer: int, rows: DraftRows, x: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
     ) -> None:
         """See `VerifyState`."""
-        for view, part in zip(self._views[layer], (x, k, v, decay, beta), strict=True):
-            view[rows.slots, rows.nodes] = part[rows.rows].to(view.dtype)
+        places, parts = (rows.rows, rows.slots, rows.nodes), (x, k, v, decay, beta)
+        store_inputs(self._data, self._layout, self._places[layer], places, parts)
 
     def commit(self, pool: StatePool, paths: Sequence[AcceptedPath]) -> None:
         """See `VerifyState`: the recurrence once more over every path, without outputs."""
         moved = [path for path in paths if path.drafts]
-        if not moved:
-            return
-        device = self._data.device
-        slots = torch.tensor([path.slot for path in moved for _ in path.drafts], device=device)
-        nodes = torch.tensor([node - 1 for path in moved for node in path.drafts], device=device)
-        rows = chain_rows([path.slot for path in moved], [len(path.drafts) for path in moved], device)
-        activations = torch.float32 if device.type == "cpu" else self._geometry.dtype
-        for layer, views in self._views.items():
-            x, k, v, decay, beta = (view[slots, nodes] for view in views)
-            move_windows(x.to(activations), pool.windows(layer), rows)
-            gated_delta(None, k, v, decay, beta, pool.states(layer), rows, None)
+        nodes = [[node - 1 for node in path.drafts] for path in moved]
+        replay_nodes(pool.data, self._data, self._layout, [path.slot for path in moved], nodes)
+
+
+def _packed(geometry: StateGeometry) -> PackedLayers:
+    """Where the inputs of a node lie: conv input, k, v, decay, beta, each at a multiple of 16 bytes."""
+    shape, wide = geometry.shape, torch.float32.itemsize
+    sizes = (
+        shape.conv_channels * geometry.dtype.itemsize,
+        shape.key_size * wide,
+        shape.value_size * wide,
+        shape.num_value_heads * wide,
+        shape.num_value_heads * wide,
+    )
+    k, v, decay, beta, end = accumulate(-(-size // 16) * 16 for size in sizes)
+    return PackedLayers(
+        num_layers=len(geometry.layers),
+        slot_layer_bytes=geometry.window_bytes + geometry.state_bytes,
+        state_offset=geometry.window_bytes,
+        node_layer_bytes=end,
+        k_offset=k,
+        v_offset=v,
+        decay_offset=decay,
+        beta_offset=beta,
+        window_dtype=geometry.dtype,
+        conv_width=shape.conv_width,
+        channels=shape.conv_channels,
+        key_heads=shape.num_key_heads,
+        value_heads=shape.num_value_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+    )
 
 
 class StepStates:

@@ -50,19 +50,18 @@ def _delta_step(
     state, row, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride, key_heads, value_heads,
     key_dim, value_dim, d, e, HAS_Q: tl.constexpr,
 ):  # fmt: skip
-    """One token: the state behind it; its output goes to memory."""
-    at = row.to(tl.int64)
-    key = tl.load(k_ptr + (at * key_heads + key_head) * key_dim + d, mask=d < key_dim, other=0.0)
-    value = tl.load(v_ptr + at * v_stride + head * value_dim + e, mask=e < value_dim, other=0.0).to(tl.float32)
-    decay = tl.load(decay_ptr + at * value_heads + head)
-    beta = tl.load(beta_ptr + at * value_heads + head)
+    """One token, row an int64: the state behind it; its output goes to memory."""
+    key = tl.load(k_ptr + (row * key_heads + key_head) * key_dim + d, mask=d < key_dim, other=0.0)
+    value = tl.load(v_ptr + row * v_stride + head * value_dim + e, mask=e < value_dim, other=0.0).to(tl.float32)
+    decay = tl.load(decay_ptr + row * value_heads + head)
+    beta = tl.load(beta_ptr + row * value_heads + head)
     state = state * decay
     change = (value - tl.sum(state * key[:, None], 0)) * beta
     state = state + key[:, None] * change[None, :]
     if HAS_Q:
-        query = tl.load(q_ptr + (at * key_heads + key_head) * key_dim + d, mask=d < key_dim, other=0.0)
+        query = tl.load(q_ptr + (row * key_heads + key_head) * key_dim + d, mask=d < key_dim, other=0.0)
         out = tl.sum(state * query[:, None], 0).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (at * value_heads + head) * value_dim + e, out, mask=e < value_dim)
+        tl.store(out_ptr + (row * value_heads + head) * value_dim + e, out, mask=e < value_dim)
     return state
 
 
@@ -77,8 +76,8 @@ def _gated_delta_kernel(
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_K)
     e = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    first = tl.load(segment_rows_ptr + segment)
-    end = tl.load(segment_rows_ptr + segment + 1)
+    first = tl.load(segment_rows_ptr + segment).to(tl.int64)
+    count = tl.load(segment_rows_ptr + segment + 1) - first
     slot = tl.load(slots_ptr + segment).to(tl.int64)
     key_head = head // (value_heads // key_heads)
     tile = head * key_dim * value_dim + d[:, None] * value_dim + e[None, :]
@@ -86,10 +85,10 @@ def _gated_delta_kernel(
     own = states_ptr + slot * slot_stride + tile
     state = tl.load(own, mask=inside, other=0.0)
     if tl.load(is_tree_ptr + segment) == 0:
-        for row in range(first, end):
+        for index in range(count):
             state = _delta_step(
-                state, row, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride, key_heads,
-                value_heads, key_dim, value_dim, d, e, HAS_Q,
+                state, first + index, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride,
+                key_heads, value_heads, key_dim, value_dim, d, e, HAS_Q,
             )  # fmt: skip
         tl.store(own, state, mask=inside)
     else:
@@ -100,13 +99,14 @@ def _gated_delta_kernel(
         root = state
         tl.store(own, state, mask=inside)
         nodes = node_states_ptr + slot * node_slot_stride + tile
-        for row in range(first + 1, end):
-            parent = tl.load(parents_ptr + row)
-            if parent != row - first - 1:  # else the state of the row before is the parent's
+        node_stride64 = tl.zeros((), tl.int64) + node_stride
+        for index in range(1, count):
+            parent = tl.load(parents_ptr + first + index)
+            if parent != index - 1:  # else the state of the row before is the parent's
                 if KEEP:
                     tl.debug_barrier()
                     before = tl.maximum(parent - 1, 0).to(tl.int64)
-                    kept = tl.load(nodes + before * node_stride, mask=inside & (parent > 0), other=0.0)
+                    kept = tl.load(nodes + before * node_stride64, mask=inside & (parent > 0), other=0.0)
                     state = tl.where(parent > 0, kept, root)
                 else:  # from the root again, down the parent's path
                     depth = 0
@@ -124,11 +124,11 @@ def _gated_delta_kernel(
                             v_stride, key_heads, value_heads, key_dim, value_dim, d, e, False,
                         )  # fmt: skip
             state = _delta_step(
-                state, row, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride, key_heads,
-                value_heads, key_dim, value_dim, d, e, HAS_Q,
+                state, first + index, head, key_head, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, v_stride,
+                key_heads, value_heads, key_dim, value_dim, d, e, HAS_Q,
             )  # fmt: skip
             if KEEP:
-                tl.store(nodes + (row - first - 1).to(tl.int64) * node_stride, state, mask=inside)
+                tl.store(nodes + (index - 1) * node_stride64, state, mask=inside)
 
 
 @triton.jit

@@ -22,8 +22,29 @@ _POINTERS = {
     "pool_ptr": "*i64", "cum_ptr": "*fp32", "child_ptr": "*fp32", "child_ids_ptr": "*i64", "scores_ptr": "*fp32",
     "best_ptr": "*i64", "best_scores_ptr": "*fp32", "selected_ptr": "*i64", "tree_parents_ptr": "*i64",
     "partial_ptr": "*fp32", "state_ptr": "*fp32", "eps": "fp32", "scale": "fp32",
+    "rate_ptr": "*fp32", "time_bias_ptr": "*fp32", "q_out_ptr": "*fp32", "k_out_ptr": "*fp32", "decay_ptr": "*fp32",
+    "beta_ptr": "*fp32", "states_ptr": "*fp32", "node_states_ptr": "*fp32", "slots_ptr": "*i32", "is_tree_ptr": "*i32",
+    "taken_ptr": "*i32", "nodes_ptr": "*i64", "state_pool_ptr": "*fp32", "input_pool_ptr": "*fp32",
+    "path_bounds_ptr": "*i32", "path_nodes_ptr": "*i32", "draft_rows_ptr": "*i64", "draft_slots_ptr": "*i64",
+    "draft_nodes_ptr": "*i64", "shrink": "fp32",
 }  # fmt: skip
-_OVERRIDES = {("_select_tree_kernel", "parents_ptr"): "*i64"}
+_WIDE_KEYS = ("_gated_delta_kernel", "_gated_delta_chunked_kernel", "_store_inputs_kernel")
+_OVERRIDES = {("_select_tree_kernel", "parents_ptr"): "*i64"} | {
+    (kernel, name): "*fp32" for kernel in _WIDE_KEYS for name in ("q_ptr", "k_ptr")
+}
+_HEAD = {"BLOCK_K": 128, "BLOCK_V": 32}
+_VARIANTS: dict[str, list[dict[str, object]]] = {
+    "_causal_conv_kernel": [{"WIDTH": 4, "KEEP": keep, "BLOCK": 512, "BLOCK_S": 32} for keep in (False, True)],
+    "_move_windows_kernel": [{"WIDTH": 4, "BLOCK": 512}],
+    "_delta_inputs_kernel": [{"BLOCK_K": 128, "BLOCK_H": 32}],
+    "_gated_delta_kernel": [
+        {"HAS_Q": has_q, "KEEP": keep, **_HEAD} for has_q, keep in ((True, True), (True, False), (False, False))
+    ],
+    "_gated_delta_chunked_kernel": [{"CHUNK": 16, **_HEAD}],
+    "_sigmoid_mul_kernel": [{"ONE_GATE": one, "BLOCK": 1024} for one in (False, True)],
+    "_replay_states_kernel": [_HEAD],
+    "_replay_windows_kernel": [{"WIDTH": 4, "BLOCK": 512}],
+}
 _DEFAULT_BLOCKS = {"BLOCK": 1024, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_SPLITS": 8, "BLOCK_D": 128, "CHUNK": 32}
 
 
@@ -44,6 +65,8 @@ def variants_of(kernel: JITFunction) -> list[dict[str, object]]:
     """Values of the constexprs to compile with."""
     if kernel.__name__ == "_attention_kernel":
         return attention_variants()
+    if kernel.__name__ in _VARIANTS:
+        return _VARIANTS[kernel.__name__]
     return [{name: _DEFAULT_BLOCKS[name] for name in kernel.arg_names if name.isupper()}]
 
 
