@@ -52,11 +52,13 @@ _SIGNATURES = {
     "gl_gated_rms_norm": "ppxxxxpfpi",
     "gl_sigmoid_mul": "pxpxxxxpi",
     "gl_route": "pxxxxppi",
+    "gl_grow_trees": "pppi",
     "gl_noise": "pppxpp",
     "gl_sample": "pxxxpppppppi",
     "gl_argmax": "pxxxpi",
     "gl_top_k": "pxxxxpppi",
 }
+_RESULTS = {"gl_unpack_rows": _INDEX, "gl_grow_trees": _INT}
 
 
 class NativeBuildError(Exception):
@@ -126,7 +128,7 @@ def load_native_library(path: Path) -> ctypes.CDLL:
     for name, kinds in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = [_KINDS[kind] for kind in kinds]
-        function.restype = _INDEX if name == "gl_unpack_rows" else None
+        function.restype = _RESULTS.get(name)
     return library
 
 

@@ -38,6 +38,7 @@ class NativeBatch(ctypes.Structure):
         ("max_pages", ctypes.c_int64),
         ("page_size", ctypes.c_int64),
         ("is_chain", ctypes.c_int64),
+        ("skipped", ctypes.c_int64),
     )
 
 
@@ -88,6 +89,55 @@ class NativeLayers(ctypes.Structure):
     )
 
 
+class NativeDraft(ctypes.Structure):
+    """`Draft`: a draft head."""
+
+    _fields_ = (
+        ("embedding", ctypes.POINTER(NativeWeight)),
+        ("fusion", ctypes.POINTER(NativeWeight)),
+        ("qkv", ctypes.POINTER(NativeWeight)),
+        ("output", ctypes.POINTER(NativeWeight)),
+        ("gate_up", ctypes.POINTER(NativeWeight)),
+        ("down", ctypes.POINTER(NativeWeight)),
+        ("head", ctypes.POINTER(NativeWeight)),
+        ("input_norm", ctypes.c_void_p),
+        ("feature_norm", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("final_norm", ctypes.c_void_p),
+        ("target_ids", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("hidden", ctypes.c_int64),
+        ("embed_size", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("inter", ctypes.c_int64),
+        ("half", ctypes.c_int64),
+        ("position_offset", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+class NativeTrees(ctypes.Structure):
+    """`Trees`: what to grow, and where the result goes."""
+
+    _fields_ = (
+        ("outputs", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("page_tables", ctypes.c_void_p),
+        ("trees", ctypes.c_int64),
+        ("max_pages", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("num_drafts", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("parents", ctypes.c_void_p),
+    )
+
+
 def native_type(dtype: torch.dtype) -> int:
     """The C library's number of a type."""
     return _TYPES[dtype]
@@ -121,6 +171,7 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
         batch.page_tables.shape[1],
         batch.page_size,
         batch.is_chain,
+        0,
     )
 
 

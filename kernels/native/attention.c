@@ -252,16 +252,16 @@ static void attend_tile(const Batch *b, const Pages *p, const Tile *t, Rows q, R
 }
 
 void attention_part(const Batch *b, const Pages *p, Rows q, Rows out, idx heads, float scale, int thread, int num_threads) {
-    const idx group = heads / p->kv_heads;
+    const idx group = heads / p->kv_heads, rows = b->num_rows - b->num_segments * b->skipped;
     // Few rows on several threads: one query head a task, so that they share the work evenly.
-    const idx heads_a_task = num_threads > 1 && b->num_rows * p->kv_heads < 4 * num_threads ? 1 : group;
-    const idx largest = MAX_PAIRS / heads_a_task, even = (b->num_rows + num_threads - 1) / num_threads;
+    const idx heads_a_task = num_threads > 1 && rows * p->kv_heads < 4 * num_threads ? 1 : group;
+    const idx largest = MAX_PAIRS / heads_a_task, even = (rows + num_threads - 1) / num_threads;
     const idx tile_rows = even < largest ? even : largest;
     Scratch scratch;
     idx task = 0;
     for (idx segment = 0; segment < b->num_segments; segment++) {
         const idx end = b->segment_rows[segment + 1];
-        for (idx row = b->segment_rows[segment]; row < end; row += tile_rows) {
+        for (idx row = b->segment_rows[segment] + b->skipped; row < end; row += tile_rows) {
             for (idx head = 0; head < heads; head += heads_a_task, task++) {
                 if (task % num_threads != thread) continue;
                 const idx num_rows = end - row < tile_rows ? end - row : tile_rows;

@@ -41,7 +41,7 @@ void silu_mul_row(const float *gate, const float *up, idx count, float *out) {
     for (idx i = 0; i < count; i++) out[i] = gate[i] / (1.0f + exp_float(-gate[i])) * up[i];
 }
 
-static void store_kv(void *pages, idx type, idx element, const float *values, idx count) {
+static void store_row(void *pages, idx type, idx element, const float *values, idx count) {
     if (type == TYPE_FLOAT32) {
         memcpy((float *)pages + element, values, (size_t)count * sizeof(float));
     } else {
@@ -50,12 +50,16 @@ static void store_kv(void *pages, idx type, idx element, const float *values, id
     }
 }
 
+void store_kv(const Pages *p, idx element, const float *k, const float *v) {
+    const idx count = p->kv_heads * p->head_dim;
+    store_row(p->k, p->type, element, k, count);
+    store_row(p->v, p->type, element, v, count);
+}
+
 void write_kv_row(const Batch *b, const Pages *p, idx row, const float *k, const float *v) {
     const idx segment = b->row_segment[row];
     const idx slot = b->segment_start[segment] + row - b->segment_rows[segment];
-    const idx element = slot_element(b, p, segment, slot), count = p->kv_heads * p->head_dim;
-    store_kv(p->k, p->type, element, k, count);
-    store_kv(p->v, p->type, element, v, count);
+    store_kv(p, slot_element(b, p, segment, slot), k, v);
 }
 
 // --- entry points --------------------------------------------------------------------------------------------------

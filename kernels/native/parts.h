@@ -39,6 +39,7 @@ typedef struct {
 typedef struct {
     const int32_t *row_segment, *positions, *parents, *segment_rows, *segment_start, *page_tables;
     idx num_rows, num_segments, max_pages, page_size, is_chain;
+    idx skipped;  // first rows of every segment whose KV is there already and whose attention nobody wants
 } Batch;
 
 // K and V of one layer: [num_pages, page_size, kv_heads, head_dim], any stride between pages.
@@ -68,5 +69,9 @@ void rms_norm_row(const float *x, const float *weight, float eps, idx dim, float
 void add_row(const float *x, const float *residual, idx dim, float *out);
 void rope_row(float *x, idx heads, idx head_dim, const float *cos, const float *sin, idx half);
 void silu_mul_row(const float *gate, const float *up, idx count, float *out);
+void store_kv(const Pages *p, idx element, const float *k, const float *v);
 void write_kv_row(const Batch *b, const Pages *p, idx row, const float *k, const float *v);
 void attention_part(const Batch *b, const Pages *p, Rows q, Rows out, idx heads, float scale, int thread, int num_threads);
+// Writes the k likeliest ids and their log-probabilities; returns the log-normaliser.
+float top_k_row(const float *logits, idx count, idx k, float *values, int64_t *ids, void *scratch);
+idx top_k_scratch_bytes(idx count);

@@ -293,26 +293,31 @@ void gl_argmax(const float *logits, idx stride, idx rows, idx count, int64_t *id
     IN_PARALLEL(wanted, sample_part(logits, stride, rows, count, NULL, ids, thread, num_threads));
 }
 
+idx top_k_scratch_bytes(idx count) { return (count / CHUNK + 2) * (idx)sizeof(float) + count * (idx)sizeof(Candidate); }
+
+float top_k_row(const float *logits, idx count, idx k, float *values, int64_t *ids, void *scratch) {
+    Candidate *candidates = scratch;
+    const Row row = scan_row(logits, count, (float *)(candidates + count));
+    const float norm = row.argmax < 0 ? NAN : (float)((double)row.max + log(sum_weights(&row, 1.0f)));
+    const idx n = k == 0 || row.argmax < 0 ? 0 : collect_top_k(&row, k, candidates);
+    for (idx i = 0; i < n; i++) {
+        values[i] = candidates[i].logit - norm;
+        ids[i] = candidates[i].id;
+    }
+    for (idx i = n; i < k; i++) {  // forbidden ids, or a row without a distribution
+        values[i] = row.argmax < 0 ? NAN : -INFINITY;
+        ids[i] = 0;
+    }
+    return norm;
+}
+
 static void top_k_part(const float *logits, idx stride, idx rows, idx count, idx k, float *values, int64_t *ids, float *norms,
                        int thread, int num_threads) {
-    float *chunk_max = malloc((size_t)(count / CHUNK + 1) * sizeof(float));
-    Candidate *candidates = malloc((size_t)count * sizeof(Candidate));
+    void *scratch = malloc((size_t)top_k_scratch_bytes(count));
     for (idx r = thread; r < rows; r += num_threads) {
-        const Row row = scan_row(logits + r * stride, count, chunk_max);
-        const float norm = row.argmax < 0 ? NAN : (float)((double)row.max + log(sum_weights(&row, 1.0f)));
-        if (norms) norms[r] = norm;
-        const idx n = k == 0 || row.argmax < 0 ? 0 : collect_top_k(&row, k, candidates);
-        for (idx i = 0; i < n; i++) {
-            values[r * k + i] = candidates[i].logit - norm;
-            ids[r * k + i] = candidates[i].id;
-        }
-        for (idx i = n; i < k; i++) {  // forbidden ids, or a row without a distribution
-            values[r * k + i] = row.argmax < 0 ? NAN : -INFINITY;
-            ids[r * k + i] = 0;
-        }
+        norms[r] = top_k_row(logits + r * stride, count, k, values + r * k, ids + r * k, scratch);
     }
-    free(candidates);
-    free(chunk_max);
+    free(scratch);
 }
 
 void gl_top_k(const float *logits, idx stride, idx rows, idx count, idx k, float *values, int64_t *ids, float *norms,
