@@ -35,6 +35,10 @@ class StageStates:
 
     def step(self, batch: AttentionBatch, segments: Sequence[Segment]) -> StepStates:
         """The states that a plan's rows continue."""
-        slots = [segment.slot for segment in segments]
-        is_tree = [segment.parents is not None for segment in segments]
-        return StepStates(self.pool, self.verify, build_state_rows(batch, slots, is_tree))
+        rows = build_state_rows(
+            batch,
+            [segment.num_rows for segment in segments],
+            [segment.slot for segment in segments],
+            [segment.parents is not None for segment in segments],
+        )
+        return StepStates(self.pool, self.verify, rows)

@@ -75,8 +75,8 @@ class DraftRows:
             if is_tree
             for node in range(1, count)
         ]
-        columns = torch.tensor(found, dtype=torch.int64).reshape(-1, 3).to(rows.slots.device)
-        return cls(columns[:, 0], columns[:, 1], columns[:, 2])
+        columns = torch.tensor(found, dtype=torch.int64).reshape(-1, 3).t().contiguous().to(rows.slots.device)
+        return cls(columns[0], columns[1], columns[2])
 
 
 def node_bytes(geometry: StateGeometry, mode: VerifyMode) -> int:

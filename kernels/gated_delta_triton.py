@@ -228,6 +228,20 @@ def gated_delta(
     """See `graftline.kernels.gated_delta.gated_delta`."""
     if q is not None and rows.max_tree_rows == 0 and rows.num_rows >= _LEAST_CHUNKED_ROWS * rows.num_segments:
         return gated_delta_chunked(q, k, v, decay, beta, states, rows)
+    return gated_delta_by_token(q, k, v, decay, beta, states, rows, node_states)
+
+
+def gated_delta_by_token(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    rows: StateRows,
+    node_states: Tensor | None,
+) -> Tensor | None:
+    """Any rows. A token's bits depend on its path alone."""
     value_heads, key_dim, value_dim = states.shape[1:]
     out = None if q is None else torch.empty(rows.num_rows, value_heads, value_dim, dtype=v.dtype, device=v.device)
     block_v = min(_BLOCK_V, triton.next_power_of_2(value_dim))

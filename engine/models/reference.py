@@ -37,7 +37,7 @@ class OneRequestKv:
         """The recurrent state for a forward of the one request."""
         if self._states is None:
             return None
-        return StepStates(self._states, None, build_state_rows(batch, [0], [False]))
+        return StepStates(self._states, None, build_state_rows(batch, [batch.num_rows], [0], [False]))
 
 
 def forward(model: TargetModel, token_ids: Sequence[int], start: int, kv: OneRequestKv) -> Tensor:

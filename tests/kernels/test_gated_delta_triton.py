@@ -100,7 +100,7 @@ def test_recurrence_over_trees_and_chunks(keep: bool) -> None:
     states, nodes = state_slots(3), state_slots(3, 5) if keep else None
     moved, kept = there(states.clone()), None if nodes is None else there(nodes.clone())
     with poisoned_allocations():
-        out = gated_delta_triton.gated_delta(*case.there(), moved, rows_there(case.rows), kept)
+        out = gated_delta_triton.gated_delta_by_token(*case.there(), moved, rows_there(case.rows), kept)
     wanted = gated_delta_reference(*case.inputs, states, case.rows, nodes)
     assert out is not None
     assert wanted is not None

@@ -26,7 +26,12 @@ def state_rows(segments: list[StateSegment]) -> StateRows:
         [SegmentRows(0, part.num_rows, range(-(-part.num_rows // PAGE_SIZE)), part.parents) for part in segments],
         PAGE_SIZE,
     )
-    return build_state_rows(batch, [part.slot for part in segments], [part.parents is not None for part in segments])
+    return build_state_rows(
+        batch,
+        [part.num_rows for part in segments],
+        [part.slot for part in segments],
+        [part.parents is not None for part in segments],
+    )
 
 
 def random_tree(num_nodes: int, seed: int) -> list[int]:
