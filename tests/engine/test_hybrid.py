@@ -1,11 +1,12 @@
 """Contract 1 for models with recurrent state: output is that of the plain model, however it was split and drafted."""
 
 import pytest
+from faulty_port import Fault
 from hybrid_world import MTP, NUM_LAYERS, HybridWorld
-from local_pair import Answer, Ask, End, local_pair
+from local_pair import PREFILL, Answer, Ask, Call, End, local_pair
 from tiny_world import prompt
 
-from graftline.engine.plan import StepPlan
+from graftline.engine.plan import SendOrder, SentPool, StepPlan
 from graftline.engine.request import Sampling, TreeOrigin
 from graftline.engine.stage_states import StageStates
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
@@ -142,3 +143,51 @@ def test_pools_are_what_was_planned(world: HybridWorld) -> None:
                 assert verify[1] == 0, "none on the last"
                 assert memory.skipped_bytes == 0
         pair.run(asks(5))
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_lost_state_fails_its_request_and_its_slot_waits(world: HybridWorld, drained: bool) -> None:
+    """Contract 7 for slots: late bytes of a failed write can reach nobody else's state."""
+    faults = [Fault("connection reset", drained)]
+
+    def rule(order: SendOrder, stage: int) -> Fault | None:
+        return faults.pop() if faults and order.pool is SentPool.STATE else None
+
+    with local_pair(world.plain.path, MTP, tree=CHAIN, decode={"max_running": 2}, quiescent=False) as pair:
+        pair.network.rule = rule
+        failed = pair.generate(prompt(9), 6)
+        assert failed.end is End.FAILED
+        assert "connection reset" in str(failed.reason)
+        pair.await_load(lambda: pair.decode.load().slots_free == (2 if drained else 1))
+        wanted = asks(11, 4, 8)
+        assert_plain(world, wanted, pair.run(wanted))
+        assert pair.decode.load().slots_free == (2 if drained else 1)
+        pair.decode.forget_peer(PREFILL)
+        pair.await_load(lambda: pair.decode.load().slots_free == 2)
+        pair.assert_quiescent()
+
+
+def test_cancels_leave_slots_clean(world: HybridWorld) -> None:
+    """Requests cancelled at every stage of their lives, then the same slots for others."""
+
+    def at(count: int) -> Ask:
+        def hook(call: Call, event: object) -> None:
+            if len(call.answer.events) == count:
+                call.cancel()
+
+        return Ask(token_ids=prompt(20, count), max_tokens=30, on_event=hook)
+
+    with local_pair(
+        world.plain.path,
+        MTP,
+        tree=TREE,
+        prefill_split=(1, 3),
+        decode_split=(3, 1),
+        chunk_tokens=5,
+        num_pages=128,
+        decode={"max_running": 2},
+    ) as pair:
+        cancelled = pair.run([at(count) for count in range(1, 8)], concurrency=4)
+        wanted = asks(7, 19, 12, 5)
+        assert_plain(world, wanted, pair.run(wanted))
+    assert {answer.end for answer in cancelled} == {End.CANCELLED}
