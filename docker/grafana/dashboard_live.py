@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--span", default="15s", help="what rates look back on; at least four scrapes")
     parser.add_argument("--wait-s", type=float, default=60.0)
     parser.add_argument("--draw", type=Path, help="folder for one picture of each dashboard")
-    parser.add_argument("--minutes", type=float, default=2.0, help="what the pictures show")
+    parser.add_argument("--minutes", type=float, default=3.0, help="what the pictures show")
     arguments = parser.parse_args()
     left = wait_for_answers(arguments.prometheus, arguments.span, arguments.wait_s)
     for question in left:
