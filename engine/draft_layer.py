@@ -20,6 +20,7 @@ from graftline.errors import InvalidRequestError
 from graftline.kernels.activation import silu_mul
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.draft_growth import DraftGrowth, DraftShape, DraftWeights
 from graftline.kernels.kv_write import write_kv
 from graftline.kernels.linear import LinearWeight, linear, pack_linear
 from graftline.kernels.norm import add_rms_norm, rms_norm
@@ -36,6 +37,8 @@ class TargetHead:
         logits: final-normed hidden states [rows, hidden] -> [rows, vocab] float32.
         num_layers: decoder layers of the target.
         context_length: positions the target may reach.
+        embedding: what `embed` reads, if a whole growth may read it itself.
+        head: what `logits` reads, likewise.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -43,6 +46,8 @@ class TargetHead:
     logits: Callable[[Tensor], Tensor]
     num_layers: int
     context_length: int
+    embedding: LinearWeight | None = None
+    head: LinearWeight | None = None
 
 
 _MODULES = {
@@ -107,6 +112,7 @@ class DraftLayer:
         positions = max(self.config.context_length, target.context_length) + self.config.position_offset + 1
         cos, sin = rope_tables(rope, self.config.head_dim, positions)
         self._cos, self._sin = cos.to(device), sin.to(device)
+        self.growth = self._growth()
 
     @property
     def vocab_size(self) -> int:
@@ -186,6 +192,42 @@ class DraftLayer:
             linear(attended.flatten(1), self._o), residual, self._post_norm, self.config.rms_norm_eps
         )
         return residual + linear(silu_mul(linear(hidden, self._gate_up)), self._down)
+
+    def _growth(self) -> DraftGrowth | None:
+        """Whole growths in one call, where everything lies in the form for it."""
+        config, embedding = self.config, self._target.embedding
+        head = self._target.head if self._head is None else self._head
+        if embedding is None or head is None or self._embedding is not None:
+            return None
+        weights = DraftWeights(
+            embedding=embedding,
+            fusion=None if self._is_eagle3 else self._fc,
+            input_norm=self._input_norm,
+            feature_norm=self._hidden_norm if self._is_eagle3 else None,
+            qkv=self._qkv,
+            output=self._o,
+            post_norm=self._post_norm,
+            gate_up=self._gate_up,
+            down=self._down,
+            final_norm=self._norm,
+            head=head,
+            target_ids=self._to_target,
+        )
+        if not DraftGrowth.is_available(weights):
+            return None
+        return DraftGrowth(
+            weights,
+            DraftShape(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                eps=config.rms_norm_eps,
+                scale=self._scale,
+                position_offset=config.position_offset,
+                cos=self._cos,
+                sin=self._sin,
+            ),
+        )
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         return self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from graftline.engine.kv_pool import KvPool
 from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.draft_growth import DraftGrowth
 
 
 class DraftModule(Protocol):
@@ -13,9 +14,11 @@ class DraftModule(Protocol):
 
     Attributes:
         feature_layers: what it wants of the target; see `DraftHeadConfig.feature_layers`.
+        growth: grows whole trees in one call, if this head can.
     """
 
     feature_layers: tuple[int, ...]
+    growth: DraftGrowth | None
 
     @property
     def vocab_size(self) -> int:

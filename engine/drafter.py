@@ -17,6 +17,7 @@ from graftline.engine.pages import num_pages_for
 from graftline.engine.request import DraftTree
 from graftline.engine.tree_shape import TreeShape
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
+from graftline.kernels.draft_growth import DraftGrowth
 from graftline.kernels.sample import top_k
 from graftline.kernels.tree_growth import select_children, select_tree
 
@@ -94,10 +95,32 @@ class Drafter:
         trees = [DraftTree.root_only(root.bonus_token) for root in roots]
         if within:
             grown = [roots[index] for index in within]
-            growth = _Growth(self._layer, self._pool, self._shape, self._scratch_tables(grown))
-            for index, tree in zip(within, growth.run(outputs[within], grown), strict=True):
+            tables = self._scratch_tables(grown)
+            if self._layer.growth is None:
+                found = _Growth(self._layer, self._pool, self._shape, tables).run(outputs[within], grown)
+            else:
+                found = self._grow_at_once(self._layer.growth, outputs[within], grown, tables)
+            for index, tree in zip(within, found, strict=True):
                 trees[index] = tree
         return trees
+
+    def _grow_at_once(
+        self, growth: DraftGrowth, outputs: Tensor, roots: Sequence[GrowthRoot], tables: Sequence[Sequence[int]]
+    ) -> list[DraftTree]:
+        depth, width = self._shape.depth, min(self._shape.branching, self._layer.vocab_size)
+        tokens, parents = growth.grow(
+            outputs,
+            [root.start for root in roots],
+            tables,
+            *self._pool.layer_kv(self._pool.layers[0]),
+            depth=depth,
+            width=width,
+            num_drafts=min(self._shape.nodes - 1, width + (depth - 1) * width**2),
+        )
+        return [
+            DraftTree((root.bonus_token, *tree_tokens), (-1, *tree_parents))
+            for root, tree_tokens, tree_parents in zip(roots, tokens.tolist(), parents.tolist(), strict=True)
+        ]
 
     def _scratch_tables(self, roots: Sequence[GrowthRoot]) -> list[list[int]]:
         """Page tables whose part from the last partial page on is scratch, that page's rows copied over."""

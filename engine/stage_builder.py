@@ -133,6 +133,8 @@ def _load_head(config: EngineConfig, checkpoint: Checkpoint, model: TargetModel,
         logits=model.logits,
         num_layers=target.num_layers,
         context_length=target.context_length,
+        embedding=model.embedding,
+        head=model.head,
     )
     layer = DraftLayer(Path(config.draft_head), shared, dtype, device)
     head = layer.config

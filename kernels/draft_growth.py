@@ -139,7 +139,7 @@ class DraftGrowth:
         Args:
             outputs: [trees, hidden] float32 output of every root's last final row.
             starts: committed rows of every root.
-            page_tables: pages of every root with room for start + (depth - 1) * width slots.
+            page_tables: pages of every root, with room for start + (depth - 1) * width slots if depth is above 1.
             k_pages: the draft layer's, see `write_kv`.
             v_pages: likewise.
             depth: levels of drafts, at least 1.
@@ -166,9 +166,8 @@ class DraftGrowth:
         for start, table in zip(starts, page_tables, strict=True):
             if not start >= 0 or start + depth + self._shape.position_offset > self._shape.cos.shape[0]:
                 raise ValueError(f"starts: {start} is outside the {self._shape.cos.shape[0]} positions")
-            if len(table) * page_size < start + (depth - 1) * width or any(
-                not 0 <= page < k_pages.shape[0] for page in table
-            ):
+            slots = start + (depth - 1) * width if depth > 1 else 0
+            if len(table) * page_size < slots or any(not 0 <= page < k_pages.shape[0] for page in table):
                 raise ValueError(f"page_tables: {len(table)} pages for {start} rows and the growth behind them")
         library = native_library()
         assert library is not None

@@ -88,6 +88,16 @@ class DenseModel:
         # Describing the pages of thirty layers takes as long as a layer; pools live as long as their model.
         self._pages: WeakKeyDictionary[KvViews, LayerPages] = WeakKeyDictionary()
 
+    @property
+    def embedding(self) -> LinearWeight | None:
+        """See `TargetModel`."""
+        return self._embedding
+
+    @property
+    def head(self) -> LinearWeight | None:
+        """See `TargetModel`."""
+        return self._head
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of [rows] int64 ids: [rows, hidden]."""
         assert self._embedding is not None, "this stage was loaded without the embedding"

@@ -22,7 +22,7 @@ from graftline.kernels.causal_conv import causal_conv
 from graftline.kernels.gated_delta import delta_inputs, gated_delta, gated_rms_norm
 from graftline.kernels.gating import sigmoid_mul
 from graftline.kernels.kv_write import write_kv
-from graftline.kernels.linear import linear, unpack_rows
+from graftline.kernels.linear import LinearWeight, linear, unpack_rows
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.rope import rope_
 
@@ -85,6 +85,16 @@ class Qwen3NextModel:
         self._rotations = rotations(config, self.device)
         self._linear = config.hybrid.linear
         self._blocks = {layer: loader.layer(layer) for layer in layers}
+
+    @property
+    def embedding(self) -> LinearWeight | None:
+        """See `TargetModel`."""
+        return self._embedding
+
+    @property
+    def head(self) -> LinearWeight | None:
+        """See `TargetModel`."""
+        return self._head
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See `TargetModel`."""

@@ -16,6 +16,7 @@ from graftline.engine.models.hybrid_config import LayerKind
 from graftline.engine.models.qwen3_next import rotations, run_attention, run_feed_forward
 from graftline.engine.models.qwen3_next_weights import AttentionWeights, Qwen3NextLoader
 from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.draft_growth import DraftGrowth
 from graftline.kernels.linear import linear
 from graftline.kernels.norm import rms_norm
 
@@ -43,6 +44,7 @@ class MtpModule:
         self._embed = embed
         self._logits = logits
         self.feature_layers: tuple[int, ...] = (FINAL_NORM,)
+        self.growth: DraftGrowth | None = None
         activations = torch.float32 if device.type == "cpu" else dtype
         loader, hidden = Qwen3NextLoader(checkpoint, dtype, activations, device), self._config.hidden_size
         self._fc = loader.matrix("mtp.fc", hidden, 2 * hidden)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from graftline.engine.models.config import ModelConfig
 from graftline.kernels.attention_batch import AttentionBatch
+from graftline.kernels.linear import LinearWeight
 from graftline.kernels.state_rows import StateRows
 
 
@@ -57,6 +58,14 @@ class TargetModel(Protocol):
     layers: range
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def embedding(self) -> LinearWeight | None:
+        """What `embed` reads; None where the stage has none."""
+
+    @property
+    def head(self) -> LinearWeight | None:
+        """What `logits` reads; None where the stage has none."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of [rows] int64 ids: [rows, hidden]."""

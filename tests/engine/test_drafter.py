@@ -1,7 +1,7 @@
 """Growth of draft trees against a naive one: no pages, no batches, every node computed anew along its own path."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -138,10 +138,22 @@ def naive_tree(head: NaiveHead, features: Tensor, tokens: list[int], shape: Tree
 class Bench:
     """A drafter with a pool whose pages are dealt out in random order, full of NaN where nothing was written."""
 
-    def __init__(self, world: TinyWorld, path: Path, shape: TreeShape, page_size: int, *, max_trees: int = 8) -> None:
+    def __init__(
+        self,
+        world: TinyWorld,
+        path: Path,
+        shape: TreeShape,
+        page_size: int,
+        *,
+        max_trees: int = 8,
+        at_once: bool = True,
+    ) -> None:
         model = world.plain.model
         shared = TargetHead(model.embed, model.head_rows, model.logits, 4, model.config.context_length)
+        if at_once:
+            shared = replace(shared, embedding=model.embedding, head=model.head)
         self.layer = DraftLayer(path, shared, torch.float32, CPU)
+        assert (self.layer.growth is not None) == at_once
         config = self.layer.config
         geometry = KvGeometry(1, page_size, config.num_kv_heads, config.head_dim, torch.float32)
         scratch = scratch_pages_for(shape, page_size, max_trees)
@@ -173,13 +185,14 @@ def request(bench: Bench, length: int, seed: int) -> tuple[Tensor, list[int]]:
 
 @pytest.mark.parametrize(("shape", "page_size"), SHAPES, ids=str)
 @pytest.mark.parametrize("kind", list(DraftHeadKind))
+@pytest.mark.parametrize("at_once", [True, False])
 @torch.inference_mode()
 def test_trees_are_those_of_a_naive_growth(
-    world: TinyWorld, kind: DraftHeadKind, shape: TreeShape, page_size: int
+    world: TinyWorld, kind: DraftHeadKind, shape: TreeShape, page_size: int, at_once: bool
 ) -> None:
     """CASES S33 and contract 5: three roots at once, scratch for two of them; nothing but scratch is written."""
     path = world.eagle if kind is DraftHeadKind.EAGLE else world.eagle3
-    bench = Bench(world, path, shape, page_size, max_trees=2)
+    bench = Bench(world, path, shape, page_size, max_trees=2, at_once=at_once)
     roots, outputs, expected = [], [], []
     for seed, length in enumerate((1, 4, 11)):
         features, tokens = request(bench, length, seed)
@@ -216,11 +229,12 @@ def test_extending_in_parts_is_extending_at_once(world: TinyWorld, kind: DraftHe
     assert torch.equal(bench.rows(whole, 13), bench.rows(parts, 13))
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @torch.inference_mode()
-def test_a_branching_beyond_the_vocabulary_takes_what_there_is(world: TinyWorld, tmp_path: Path) -> None:
+def test_a_branching_beyond_the_vocabulary_takes_what_there_is(world: TinyWorld, tmp_path: Path, at_once: bool) -> None:
     """CASES S33: K = 8 of a draft vocabulary of 3."""
     path = write_tiny_head(tmp_path, world.plain.path, kind=DraftHeadKind.EAGLE3, draft_vocab=3)
-    bench = Bench(world, path, TreeShape(2, 8, 40), 4)
+    bench = Bench(world, path, TreeShape(2, 8, 40), 4, at_once=at_once)
     features, tokens = request(bench, 6, seed=1)
     pages = bench.pages(7)
     tree = bench.drafter.grow(bench.extend(features, tokens, pages)[-1:], [GrowthRoot(tokens[-1], 6, pages)])[0]
