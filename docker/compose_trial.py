@@ -83,6 +83,8 @@ class Engine:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+            # Its default network namespace stays mounted.
+            subprocess.run(["umount", self.folder / "exec" / "netns" / "default"], capture_output=True, check=False)
 
     def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + 60

@@ -18,6 +18,6 @@ def resident_bytes() -> int:
 
 def device_bytes() -> int:
     """GPU memory that torch holds for this process on all GPUs; 0 before CUDA was used, and without it."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
