@@ -90,13 +90,21 @@ class DraftLayer:
         folder: holds config.json and model.safetensors.
         target: what the head shares.
         dtype: type its weights are stored in.
+        head_storage: type its own output head is stored in, if another one.
 
     Raises:
         InvalidRequestError: a tensor is missing or not shaped as the config says, or what the head shares with its
             target does not fit it.
     """
 
-    def __init__(self, folder: Path, target: TargetHead, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: TargetHead,
+        dtype: torch.dtype,
+        device: torch.device,
+        head_storage: torch.dtype | None = None,
+    ) -> None:
         self.config: DraftHeadConfig = read_draft_head_config(folder)
         weights = _Weights(folder, device)
         self._target = target
@@ -105,7 +113,7 @@ class DraftLayer:
         self._activations = torch.float32 if device.type == "cpu" else dtype
         self.feature_layers = self.config.features_of(target.num_layers)
         self._load_layer(weights)
-        self._load_vocabulary(weights)
+        self._load_vocabulary(weights, head_storage or dtype)
         rope = rope_from_dict(
             {"rope_theta": self.config.rope_theta, "rope_scaling": self.config.rope_scaling}, self.config.context_length
         )
@@ -264,7 +272,7 @@ class DraftLayer:
         self._norm = norm("norm.weight") if self.config.norm_output else None
         self._scale = self.config.head_dim**-0.5
 
-    def _load_vocabulary(self, weights: _Weights) -> None:
+    def _load_vocabulary(self, weights: _Weights, head_storage: torch.dtype) -> None:
         config = self.config
         embedding = weights.get("embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = None if embedding is None else embedding.to(self._activations)
@@ -284,9 +292,9 @@ class DraftLayer:
             )
         self._head: LinearWeight | None = None
         if own_head is not None:
-            self._head = pack_linear(own_head.to(self._dtype))
+            self._head = pack_linear(own_head.to(self._dtype), storage=head_storage)
         elif self._to_target is not None:
-            self._head = pack_linear(self._target.head_rows(self._to_target).to(self._dtype))
+            self._head = pack_linear(self._target.head_rows(self._to_target).to(self._dtype), storage=head_storage)
 
     def _check_target_ids(self, ids: Tensor) -> None:
         low, high = int(ids.min()), int(ids.max())

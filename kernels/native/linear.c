@@ -152,12 +152,12 @@ INLINE void run_tile(int R, int P, const Weight *w, const float *x, idx x_stride
                                                          Prefetch prefetch) {                                          \
         run_tile(R, P, w, x, x_stride, out, out_stride, panel, k_begin, k_end, prefetch);                              \
     }
-TILE_CASE(1, 4) TILE_CASE(1, 1) TILE_CASE(2, 2) TILE_CASE(2, 1) TILE_CASE(3, 2) TILE_CASE(3, 1) TILE_CASE(4, 1) TILE_CASE(5, 1) TILE_CASE(6, 1)
+TILE_CASE(1, 4) TILE_CASE(1, 1) TILE_CASE(2, 2) TILE_CASE(2, 1) TILE_CASE(3, 1) TILE_CASE(4, 1) TILE_CASE(5, 1) TILE_CASE(6, 1)
 
 typedef void (*Tile)(const Weight *, const float *, idx, float *, idx, idx, idx, idx, Prefetch);
 typedef struct { Tile wide, narrow; int width; } TileShapes;  // `wide` covers `width` panels
 static const TileShapes TILES[MAX_ROWS + 1] = {
-    {0, 0, 1}, {tile_1x4, tile_1x1, 4}, {tile_2x2, tile_2x1, 2}, {tile_3x2, tile_3x1, 2},
+    {0, 0, 1}, {tile_1x4, tile_1x1, 4}, {tile_2x2, tile_2x1, 2}, {tile_3x1, tile_3x1, 1},
     {tile_4x1, tile_4x1, 1}, {tile_5x1, tile_5x1, 1}, {tile_6x1, tile_6x1, 1}};
 
 static void finish_rows(const Weight *w, float *out, idx out_stride, idx rows, idx first, idx last) {
