@@ -25,6 +25,7 @@ from graftline.kernels.kv_write import write_kv
 from graftline.kernels.linear import LinearWeight, linear, pack_linear
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.rope import rope_
+from graftline.kernels.weight_arena import WeightArena
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class DraftLayer:
         self._dtype = dtype
         self._activations = torch.float32 if device.type == "cpu" else dtype
         self.feature_layers = self.config.features_of(target.num_layers)
+        self._arena = WeightArena()
         self._load_layer(weights)
         self._load_vocabulary(weights, head_storage or dtype)
         rope = rope_from_dict(
@@ -250,7 +252,8 @@ class DraftLayer:
             parts = [weights.need(f"{prefix}{_MODULES[name]}.weight", size, columns) for name, size in rows.items()]
             biases = [weights.get(f"{prefix}{_MODULES[name]}.bias", size) for name, size in rows.items()]
             bias = torch.cat([part for part in biases if part is not None]) if biases[0] is not None else None
-            return pack_linear(torch.cat(parts).to(self._dtype), None if bias is None else bias.to(self._activations))
+            bias = None if bias is None else bias.to(self._activations)
+            return pack_linear(torch.cat(parts).to(self._dtype), bias, arena=self._arena)
 
         def norm(name: str) -> Tensor:
             return weights.need(name, hidden).to(self._activations)
@@ -260,6 +263,7 @@ class DraftLayer:
         self._fc = pack_linear(
             weights.need("fc.weight", hidden, features if self._is_eagle3 else hidden + features).to(self._dtype),
             None if fc_bias is None else fc_bias.to(self._activations),
+            arena=self._arena,
         )
         self._qkv = packed(2 * hidden if self._is_eagle3 else hidden, q=q_size, k=kv_size, v=kv_size)
         self._o = packed(q_size, o=hidden)
@@ -292,9 +296,10 @@ class DraftLayer:
             )
         self._head: LinearWeight | None = None
         if own_head is not None:
-            self._head = pack_linear(own_head.to(self._dtype), storage=head_storage)
+            self._head = pack_linear(own_head.to(self._dtype), storage=head_storage, arena=self._arena)
         elif self._to_target is not None:
-            self._head = pack_linear(self._target.head_rows(self._to_target).to(self._dtype), storage=head_storage)
+            shared = self._target.head_rows(self._to_target).to(self._dtype)
+            self._head = pack_linear(shared, storage=head_storage, arena=self._arena)
 
     def _check_target_ids(self, ids: Tensor) -> None:
         low, high = int(ids.min()), int(ids.max())

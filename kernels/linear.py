@@ -14,6 +14,7 @@ from torch.nn.functional import linear as torch_linear
 from graftline.kernels.checks import check_rows
 from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.native_structs import NativeWeight, native_type, native_weight
+from graftline.kernels.weight_arena import WeightArena
 
 PANEL = 16  # output features a panel
 
@@ -49,7 +50,13 @@ class LinearWeight:
         return sum(part.nbytes for part in (self.data, self.bias, self.scale) if part is not None)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None, *, storage: torch.dtype | None = None) -> LinearWeight:
+def pack_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    storage: torch.dtype | None = None,
+    arena: WeightArena | None = None,
+) -> LinearWeight:
     """Packs a weight for `linear`. The original is not kept.
 
     Args:
@@ -57,6 +64,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, *, storage: torch.dt
         bias: [out] or None.
         storage: type to keep the weight in; its own by default. `torch.int8` (CPU) rounds every output's weights to
             multiples of their largest magnitude / 127: for drafters, whose outputs need not be exact.
+        arena: where to put it (CPU); the weights of one model read faster when they share one.
 
     Raises:
         ValueError: an unsupported type or shape.
@@ -79,8 +87,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, *, storage: torch.dt
     if library is None:
         return LinearWeight(weight, in_features, out_features, bias, scale)
     depth = (in_features + 1) // 2 * 2 if storage == torch.bfloat16 else in_features
-    data = torch.empty(((out_features + PANEL - 1) // PANEL, depth, PANEL), dtype=storage)
-    library.gl_advise_huge_pages(data.data_ptr(), data.nbytes)
+    shape = ((out_features + PANEL - 1) // PANEL, depth, PANEL)
+    data = torch.empty(shape, dtype=storage) if arena is None else arena.empty(shape, storage)
     data[-1] = 0
     if depth != in_features:
         data.zero_()

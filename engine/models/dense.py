@@ -20,6 +20,7 @@ from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
 from graftline.kernels.linear import LinearWeight, linear, pack_linear, unpack_rows
 from graftline.kernels.norm import rms_norm
+from graftline.kernels.weight_arena import WeightArena
 
 # Draft nodes may stand past the context's end before they are cut; their rotations must exist.
 _POSITIONS_PAST_CONTEXT = 256
@@ -162,6 +163,7 @@ class _Loader:
         self._dtype = dtype
         self._activation_dtype = activation_dtype
         self._device = device
+        self._arena = WeightArena()
 
     def norm(self, module: str, size: int) -> Tensor:
         # A copy: kernels keep its address, and the checkpoint's may lie in a mapped file.
@@ -172,9 +174,10 @@ class _Loader:
         weights = [self._tensor(f"{module}.weight", (size, columns)) for module, size in rows.items()]
         stacked = torch.cat([weight.to(self._device, self._dtype) for weight in weights])
         if not has_bias:
-            return pack_linear(stacked)
+            return pack_linear(stacked, arena=self._arena)
         biases = [self._tensor(f"{module}.bias", (size,)) for module, size in rows.items()]
-        return pack_linear(stacked, torch.cat([bias.to(self._device, self._activation_dtype) for bias in biases]))
+        bias = torch.cat([bias.to(self._device, self._activation_dtype) for bias in biases])
+        return pack_linear(stacked, bias, arena=self._arena)
 
     def layer(self, layer: int) -> LayerWeights:
         config = self._checkpoint.config
