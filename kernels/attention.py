@@ -13,6 +13,7 @@ from graftline.kernels.native_structs import native_batch, native_pages
 
 MAX_HEAD_DIM = 256
 _MAX_GROUP = 64
+_MAX_KV_HEADS = 64
 
 
 def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
@@ -37,8 +38,11 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Attentio
     if rows != batch.num_rows or head_dim != k_pages.shape[3] or heads % k_pages.shape[2]:
         raise ValueError(f"q {tuple(q.shape)} for {batch.num_rows} rows and pages {tuple(k_pages.shape)}")
     check_rows("q", q)
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM or heads // k_pages.shape[2] > _MAX_GROUP:
-        raise ValueError(f"q {tuple(q.shape)}: head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, groups up to 64")
+    kv_heads = k_pages.shape[2]
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM or kv_heads > _MAX_KV_HEADS or heads // kv_heads > _MAX_GROUP:
+        raise ValueError(
+            f"q {tuple(q.shape)}: head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, KV heads and groups up to 64"
+        )
     if q.is_cuda:
         from graftline.kernels.attention_triton import paged_attention as kernel
 
