@@ -10,13 +10,16 @@ from graftline.kernels.checks import check_rows
 from graftline.kernels.kv_write import check_pages
 from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.native_structs import native_batch, native_pages
+from graftline.kernels.tree_batch import TreeBatch, check_tree_batch
 
 MAX_HEAD_DIM = 256
 _MAX_GROUP = 64
 _MAX_KV_HEADS = 64
 
 
-def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch | TreeBatch, scale: float
+) -> Tensor:
     """Softmax(q K^T * scale) V with grouped KV heads; KV of the rows themselves must be in the pages already.
 
     Args:
@@ -24,7 +27,8 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Attentio
         k_pages: [num_pages, page_size, kv_heads, head_dim], see `write_kv`. Query head h reads KV head
             h // (heads / kv_heads).
         v_pages: likewise.
-        batch: who attends to what.
+        batch: who attends to what. A `TreeBatch` is read on the device alone, so that the call may be captured in a
+            CUDA graph; its rows that see nothing get zeros.
         scale: usually head_dim ** -0.5.
 
     Returns:
@@ -43,6 +47,13 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Attentio
         raise ValueError(
             f"q {tuple(q.shape)}: head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, KV heads and groups up to 64"
         )
+    if isinstance(batch, TreeBatch):
+        check_tree_batch(batch)
+        if not q.is_cuda:
+            return tree_attention_reference(q, k_pages, v_pages, batch, scale)
+        from graftline.kernels.tree_attention_triton import tree_attention
+
+        return tree_attention(q, k_pages, v_pages, batch, scale)
     if q.is_cuda:
         from graftline.kernels.attention_triton import paged_attention as kernel
 
@@ -91,4 +102,25 @@ def paged_attention_reference(
         values = v_pages[pages, slots % batch.page_size].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,nhd->hn", q[row].float(), keys) * scale
         out[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values).to(q.dtype)
+    return out
+
+
+def tree_attention_reference(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: TreeBatch, scale: float) -> Tensor:
+    """The specification for rounds of fixed shape, and their way on CPU: sequence by sequence, in float32."""
+    group = q.shape[1] // k_pages.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tail = torch.arange(batch.num_tail, device=q.device)
+    for index, start in enumerate(batch.starts.tolist()):
+        rows = slice(index * batch.rows_each, (index + 1) * batch.rows_each)
+        own = (batch.visible[rows, None] >> tail) & 1  # [rows_each, num_tail]
+        visible = torch.cat((own.new_ones(batch.rows_each, start), own), dim=1) != 0
+        slots = visible.any(dim=0).nonzero().squeeze(1)  # what no row sees may hold anything
+        visible = visible[:, slots]
+        pages = batch.page_tables[index].long()[slots // batch.page_size]
+        keys = k_pages[pages, slots % batch.page_size].float().repeat_interleave(group, dim=1)  # [n, heads, dim]
+        values = v_pages[pages, slots % batch.page_size].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("rhd,nhd->rhn", q[rows].float(), keys) * scale
+        weights = scores.masked_fill(~visible.unsqueeze(1), -torch.inf).softmax(-1)
+        weights = torch.where(visible.any(dim=1)[:, None, None], weights, 0.0)
+        out[rows] = torch.einsum("rhn,nhd->rhd", weights, values).to(q.dtype)
     return out

@@ -9,9 +9,10 @@ from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.checks import check_rows
 from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.native_structs import native_batch, native_pages
+from graftline.kernels.tree_batch import TreeBatch, check_tree_batch
 
 
-def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch) -> None:
+def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch | TreeBatch) -> None:
     """Stores every row's K and V at its slot, rounded to the type of the pages.
 
     Args:
@@ -20,7 +21,7 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Atte
         k_pages: [num_pages, page_size, kv_heads, head_dim] float32 or bfloat16 view of the pool: any stride between
             pages, the rest contiguous.
         v_pages: likewise.
-        batch: says where every row goes.
+        batch: says where every row goes; rows of a `TreeBatch` without a slot go nowhere.
 
     Raises:
         ValueError: shapes or strides that do not fit.
@@ -30,6 +31,15 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Atte
         raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} for pages {tuple(k_pages.shape)}")
     check_rows("k", k)
     check_rows("v", v)
+    if isinstance(batch, TreeBatch):
+        check_tree_batch(batch)
+        if not k.is_cuda:
+            write_kv_reference(k, v, k_pages, v_pages, batch)
+            return
+        from graftline.kernels.kv_write_triton import write_rows
+
+        write_rows(k, v, k_pages, v_pages, batch.row_slots)
+        return
     if k.is_cuda:
         from graftline.kernels.kv_write_triton import write_kv as kernel
 
@@ -50,9 +60,13 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Atte
     )
 
 
-def write_kv_reference(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch) -> None:
+def write_kv_reference(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch | TreeBatch
+) -> None:
     """The specification."""
     slots = batch.slots()
+    written = slots >= 0
+    k, v, slots = k[written], v[written], slots[written]
     page, offset = slots // batch.page_size, slots % batch.page_size
     k_pages[page, offset] = k.to(k_pages.dtype)
     v_pages[page, offset] = v.to(v_pages.dtype)

@@ -6,6 +6,7 @@ tensors round after round. Pure description; knows neither models nor requests.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 MAX_TAIL = 64
@@ -53,3 +54,23 @@ class TreeBatch:
     def slots(self) -> Tensor:
         """[rows] int64 flat slots of the rows' own KV, -1 for none."""
         return self.row_slots
+
+
+def check_tree_batch(batch: TreeBatch) -> None:
+    """Raises ValueError unless shapes and types are as described; values are on the device and not looked at."""
+    sequences, rows = batch.num_segments, batch.num_rows
+    if rows != sequences * batch.rows_each or not 0 <= batch.num_tail <= MAX_TAIL or batch.page_size < 1:
+        raise ValueError(
+            f"{rows} rows of {sequences} sequences with {batch.rows_each} each, num_tail {batch.num_tail} of "
+            f"{MAX_TAIL}, page_size {batch.page_size}"
+        )
+    fields = (
+        ("positions", batch.positions, torch.int32, (rows,)),
+        ("row_slots", batch.row_slots, torch.int64, (rows,)),
+        ("visible", batch.visible, torch.int64, (rows,)),
+        ("starts", batch.starts, torch.int32, (sequences,)),
+        ("page_tables", batch.page_tables, torch.int32, (sequences, batch.page_tables.shape[-1])),
+    )
+    for name, value, dtype, shape in fields:
+        if value.dtype != dtype or value.shape != shape or not value.is_contiguous():
+            raise ValueError(f"{name}: {value.dtype} {tuple(value.shape)}, contiguous {dtype} {shape} is wanted")

@@ -26,10 +26,12 @@ _POINTERS = {
     "beta_ptr": "*fp32", "states_ptr": "*fp32", "node_states_ptr": "*fp32", "slots_ptr": "*i32", "is_tree_ptr": "*i32",
     "taken_ptr": "*i32", "nodes_ptr": "*i64", "state_pool_ptr": "*fp32", "input_pool_ptr": "*fp32",
     "path_bounds_ptr": "*i32", "path_nodes_ptr": "*i32", "draft_rows_ptr": "*i64", "draft_slots_ptr": "*i64",
-    "draft_nodes_ptr": "*i64", "shrink": "fp32",
+    "draft_nodes_ptr": "*i64", "shrink": "fp32", "row_slots_ptr": "*i64", "visible_ptr": "*i64",
+    "num_nodes_ptr": "*i32", "depths_ptr": "*i32", "tokens_ptr": "*i64", "sampled_ptr": "*i64", "path_ptr": "*i32",
+    "num_accepted_ptr": "*i32",
 }  # fmt: skip
 _WIDE_KEYS = ("_gated_delta_kernel", "_gated_delta_chunked_kernel", "_store_inputs_kernel")
-_OVERRIDES = {("_select_tree_kernel", "parents_ptr"): "*i64"} | {
+_OVERRIDES = {(kernel, "parents_ptr"): "*i64" for kernel in ("_select_tree_kernel", "_walk_trees_kernel")} | {
     (kernel, name): "*fp32" for kernel in _WIDE_KEYS for name in ("q_ptr", "k_ptr")
 }
 _HEAD = {"BLOCK_K": 128, "BLOCK_V": 32}
@@ -44,6 +46,7 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {
     "_sigmoid_mul_kernel": [{"ONE_GATE": one, "BLOCK": 1024} for one in (False, True)],
     "_replay_states_kernel": [_HEAD],
     "_replay_windows_kernel": [{"WIDTH": 4, "BLOCK": 512}],
+    "_combine_tree_kernel": [{"HEAD_DIM": 128, "BLOCK_N": 64, "BLOCK_SPLITS": 64, "BLOCK_D": 128}],
 }
 _DEFAULT_BLOCKS = {"BLOCK": 1024, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_SPLITS": 8, "BLOCK_D": 128, "CHUNK": 32}
 
@@ -61,10 +64,24 @@ def attention_variants() -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
+def tree_attention_variants() -> list[dict[str, object]]:
+    """The tilings of few and many pairs, split or not, of full and of padded heads."""
+    tiles = ((16, 64, 64, True), (32, 80, 128, False), (128, 128, 128, True), (16, 256, 256, True))
+    return [
+        {
+            "GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": dim, "PAGE_SIZE": 16, "BLOCK_M": block_m,
+            "BLOCK_N": 64 if block_d <= 128 else 32, "BLOCK_D": block_d, "SPLIT": split, "WIDEN": False, "STAGES": 3,
+        }
+        for block_m, dim, block_d, split in tiles
+    ]  # fmt: skip
+
+
 def variants_of(kernel: JITFunction) -> list[dict[str, object]]:
     """Values of the constexprs to compile with."""
     if kernel.__name__ == "_attention_kernel":
         return attention_variants()
+    if kernel.__name__ == "_tree_attention_kernel":
+        return tree_attention_variants()
     if kernel.__name__ in _VARIANTS:
         return _VARIANTS[kernel.__name__]
     return [{name: _DEFAULT_BLOCKS[name] for name in kernel.arg_names if name.isupper()}]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
+from graftline.kernels.tree_batch import TreeBatch
+from graftline.kernels.tree_walk import tree_rows_reference
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,6 +71,36 @@ class PagedSequences:
         return build_attention_batch(
             [SegmentRows(start, rows, self.page_ids[index], parents) for index, start, rows, parents in segments],
             self.page_size,
+        )
+
+    def tree_batch(
+        self, trees: Sequence[tuple[int, Sequence[int]] | None], rows_each: int, num_tail: int | None = None
+    ) -> TreeBatch:
+        """A round of fixed shape: (start, parents) of every sequence, None for padding."""
+        count, page_size = len(trees), self.page_size
+        parents = torch.zeros((count, rows_each), dtype=torch.int64)
+        starts, nodes = [0] * count, [0] * count
+        slots = torch.full((count, rows_each), -1, dtype=torch.int64)
+        tables = torch.zeros((count, max(map(len, self.page_ids)) + 2), dtype=torch.int32)
+        for index, tree in enumerate(trees):
+            if tree is not None:
+                starts[index], nodes[index] = tree[0], len(tree[1])
+                parents[index, : nodes[index]] = torch.tensor(tree[1])
+                tables[index, : len(self.page_ids[index])] = torch.tensor(self.page_ids[index])
+                for node in range(nodes[index]):
+                    page, offset = divmod(tree[0] + node, page_size)
+                    slots[index, node] = self.page_ids[index][page] * page_size + offset
+        depths, visible = tree_rows_reference(parents, torch.tensor(nodes))
+        begins = torch.tensor(starts, dtype=torch.int32)
+        return TreeBatch(
+            positions=(begins.unsqueeze(1) + depths).flatten(),
+            row_slots=slots.flatten(),
+            visible=visible.flatten(),
+            starts=begins,
+            page_tables=tables,
+            rows_each=rows_each,
+            num_tail=num_tail or rows_each,
+            page_size=page_size,
         )
 
 
