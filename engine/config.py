@@ -7,6 +7,7 @@ import msgspec
 from graftline.engine.tree_shape import TreeShape
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
+from graftline.kernels.attention_kind import AttentionBackend
 
 MTP_HEAD = "mtp"
 """In place of a draft head's directory: the MTP module of the target's own checkpoint."""
@@ -49,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         stage_timeout_s: silence after which a stage counts as dead, or a step as hung.
         quarantine_s: how long pages stay out of use when nothing is known of their writer; above the transport's
             own timeout.
+        attention_backend: how planned steps attend; every stage settles AUTO for its own machine.
         preempt_every: forced preemption every so many rounds, a test hook; 0 is off.
     """
 
@@ -72,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 0.5
     stage_timeout_s: float = 20.0
     quarantine_s: float = 60.0
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
     preempt_every: int = 0
 
     def __post_init__(self) -> None:

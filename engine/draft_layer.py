@@ -19,6 +19,7 @@ from graftline.engine.models.rope import rope_tables
 from graftline.errors import InvalidRequestError
 from graftline.kernels.activation import silu_mul
 from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_backend import Attention
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.draft_growth import DraftGrowth, DraftShape, DraftWeights
 from graftline.kernels.kv_write import write_kv
@@ -92,6 +93,7 @@ class DraftLayer:
         target: what the head shares.
         dtype: type its weights are stored in.
         head_storage: type its own output head is stored in, if another one.
+        attention: how its layer attends.
 
     Raises:
         InvalidRequestError: a tensor is missing or not shaped as the config says, or what the head shares with its
@@ -105,10 +107,12 @@ class DraftLayer:
         dtype: torch.dtype,
         device: torch.device,
         head_storage: torch.dtype | None = None,
+        attention: Attention = paged_attention,
     ) -> None:
         self.config: DraftHeadConfig = read_draft_head_config(folder)
         weights = _Weights(folder, device)
         self._target = target
+        self._attention = attention
         self._is_eagle3 = self.config.kind is DraftHeadKind.EAGLE3
         self._dtype = dtype
         self._activations = torch.float32 if device.type == "cpu" else dtype
@@ -152,7 +156,7 @@ class DraftLayer:
         q, k, v, residual = self._inputs(feature, next_tokens, batch.positions)
         k_pages, v_pages = pool.layer_kv(pool.layers[0])
         write_kv(k, v, k_pages, v_pages, batch)
-        return self._outputs(paged_attention(q, k_pages, v_pages, batch, self._scale), residual)
+        return self._outputs(self._attention(q, k_pages, v_pages, batch, self._scale), residual)
 
     def forward_newest(
         self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool, newest: int
@@ -175,7 +179,7 @@ class DraftLayer:
         v_pages[pages, offsets] = v.to(v_pages.dtype)
         queries = q.new_zeros(batch.num_rows, *q.shape[1:])
         queries[rows] = q
-        return self._outputs(paged_attention(queries, k_pages, v_pages, batch, self._scale)[rows], residual)
+        return self._outputs(self._attention(queries, k_pages, v_pages, batch, self._scale)[rows], residual)
 
     def _inputs(self, feature: Tensor, next_tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         config = self.config

@@ -33,6 +33,7 @@ from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import StagePools
 from graftline.engine.verify_state import build_verify_state
 from graftline.errors import InvalidRequestError
+from graftline.kernels.attention_backend import Attention, choose_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
     is_first, is_last = index == 0, index == config.num_stages - 1
     drafts = config.tree.speculates and config.draft_head is not None
     layers = config.stage_layers(index)
+    _, attention = choose_attention(config.attention_backend, device, dtype, target.head_dim)
     model = load_model(
         checkpoint,
         layers,
@@ -65,6 +67,7 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
         device,
         with_embedding=is_first or (is_last and drafts),
         with_head=is_last,
+        attention=attention,
     )
     geometry = target_geometry(config, target, index)
     pool = KvPool(geometry, config.num_pages, layers=target.attention_layers(layers), device=device)
@@ -72,7 +75,7 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
     gate = StepGate()
     drafter, draft_pool = None, None
     if is_last and drafts:
-        drafter, draft_pool = _build_drafter(config, checkpoint, model)
+        drafter, draft_pool = _build_drafter(config, checkpoint, model, attention)
     stage = Stage(
         model,
         pool,
@@ -109,7 +112,9 @@ def _build_states(config: EngineConfig, target: ModelConfig, stage: int) -> Stag
     return StageStates(StatePool(geometry, slots, config.device), verify)
 
 
-def _build_drafter(config: EngineConfig, checkpoint: Checkpoint, model: TargetModel) -> tuple[Drafter, KvPool]:
+def _build_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, model: TargetModel, attention: Attention
+) -> tuple[Drafter, KvPool]:
     assert config.draft_head is not None
     device, target = torch.device(config.device), checkpoint.config
     pool = KvPool(
@@ -119,14 +124,16 @@ def _build_drafter(config: EngineConfig, checkpoint: Checkpoint, model: TargetMo
         scratch_pages=draft_scratch_pages(config),
         device=device,
     )
-    return Drafter(_load_head(config, checkpoint, model, device), pool, config.tree), pool
+    return Drafter(_load_head(config, checkpoint, model, device, attention), pool, config.tree), pool
 
 
-def _load_head(config: EngineConfig, checkpoint: Checkpoint, model: TargetModel, device: torch.device) -> DraftModule:
+def _load_head(
+    config: EngineConfig, checkpoint: Checkpoint, model: TargetModel, device: torch.device, attention: Attention
+) -> DraftModule:
     assert config.draft_head is not None
     dtype, target = DTYPES[config.dtype], checkpoint.config
     if config.draft_head == MTP_HEAD:
-        return MtpModule(checkpoint, dtype, device, model.embed, model.logits)
+        return MtpModule(checkpoint, dtype, device, model.embed, model.logits, attention)
     shared = TargetHead(
         embed=model.embed,
         head_rows=model.head_rows,
@@ -139,7 +146,7 @@ def _load_head(config: EngineConfig, checkpoint: Checkpoint, model: TargetModel,
     # Drafts need not be exact. On CPU the head is most of what growing reads, and eight bits halve it; the default
     # head's accept length over 20 held-out prompts stayed at 2.58. Float32 workers keep what they were asked for.
     head_storage = torch.int8 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
-    layer = DraftLayer(Path(config.draft_head), shared, dtype, device, head_storage)
+    layer = DraftLayer(Path(config.draft_head), shared, dtype, device, head_storage, attention)
     head = layer.config
     if head.target_hidden_size != target.hidden_size or head.vocab_size != target.vocab_size:
         raise InvalidRequestError(

@@ -4,10 +4,13 @@ Pure description; knows neither models nor requests. Built from Python lists at 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
+
+_ALIGNED_INTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class AttentionBatch:
         page_tables: [segments, max_pages] page ids in order of position; entries that no row reaches may hold anything.
         page_size: token positions a page.
         is_chain: every row's parent is the row before it (prefill, plain decode, chain verify).
+        segments: the same on the host, for what is planned there; empty when only tensors are known.
     """
 
     row_segment: Tensor
@@ -37,6 +41,7 @@ class AttentionBatch:
     page_tables: Tensor
     page_size: int
     is_chain: bool
+    segments: "tuple[SegmentRows, ...]" = ()
 
     @property
     def num_rows(self) -> int:
@@ -72,6 +77,11 @@ class SegmentRows:
     num_rows: int
     page_ids: Sequence[int]
     parents: Sequence[int] | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Every row's parent is the row before it."""
+        return self.parents is None or all(map(int.__eq__, self.parents, range(-1, self.num_rows - 1)))
 
     def depths(self) -> list[int]:
         """Rows between every row and slot `start - 1`.
@@ -118,23 +128,35 @@ def build_attention_batch(
             )
         row_segment += [index] * segment.num_rows
         positions += [segment.start + depth for depth in segment.depths()]
-        chain = range(-1, segment.num_rows - 1)
-        parents += chain if segment.parents is None else segment.parents
-        is_chain = is_chain and (segment.parents is None or all(map(int.__eq__, segment.parents, chain)))
+        parents += range(-1, segment.num_rows - 1) if segment.parents is None else segment.parents
+        is_chain = is_chain and segment.is_chain
         segment_rows.append(segment_rows[-1] + segment.num_rows)
     max_pages = max(len(segment.page_ids) for segment in segments)
-    tables = [list(segment.page_ids) + [0] * (max_pages - len(segment.page_ids)) for segment in segments]
-
-    def ints(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(device)
-
+    tables = [[*segment.page_ids, *[0] * (max_pages - len(segment.page_ids))] for segment in segments]
+    starts = [segment.start for segment in segments]
+    lists = (row_segment, positions, parents, segment_rows, starts, list(chain.from_iterable(tables)))
+    tensors = upload_ints(lists, torch.device(device))
     return AttentionBatch(
-        row_segment=ints(row_segment),
-        positions=ints(positions),
-        parents=ints(parents),
-        segment_rows=ints(segment_rows),
-        segment_start=ints([segment.start for segment in segments]),
-        page_tables=ints(tables),
+        row_segment=tensors[0],
+        positions=tensors[1],
+        parents=tensors[2],
+        segment_rows=tensors[3],
+        segment_start=tensors[4],
+        page_tables=tensors[5].view(len(segments), max_pages),
         page_size=page_size,
         is_chain=is_chain,
+        segments=tuple(replace(segment, page_ids=tuple(segment.page_ids)) for segment in segments),
     )
+
+
+def upload_ints(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Lists as int32 vectors on a device, in one copy that the host does not wait for.
+
+    Every vector starts at 16 bytes, so that Triton's kernels see the same alignment whatever the lengths.
+    """
+    starts = [0, *accumulate(-(-len(values) // _ALIGNED_INTS) * _ALIGNED_INTS for values in lists)]
+    on_host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    for start, values in zip(starts, lists, strict=False):
+        on_host[start : start + len(values)] = torch.tensor(values, dtype=torch.int32)
+    there = on_host.to(device, non_blocking=True)
+    return [there[start : start + len(values)] for start, values in zip(starts, lists, strict=False)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graftline.kernels.activation import silu_mul
 from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_backend import Attention
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.checks import check_rows
 from graftline.kernels.kv_write import check_pages, write_kv
@@ -109,16 +110,23 @@ class DenseLayers:
     Args:
         layers: their weights, in order; at least one.
         shape: what they have in common.
+        attention: how single ops attend.
 
     Raises:
         ValueError: weights that do not fit the shape.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayerWeights], shape: DecoderLayerShape) -> None:
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayerWeights],
+        shape: DecoderLayerShape,
+        attention: Attention = paged_attention,
+    ) -> None:
         if not layers:
             raise ValueError("layers: none")
         self._layers = tuple(layers)
         self._shape = shape
+        self._attention = attention
         self.hidden_size = layers[0].qkv.in_features
         self._inter = layers[0].down.in_features
         for index, weights in enumerate(layers):
@@ -210,7 +218,7 @@ class DenseLayers:
             q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
         rope_(q, k, batch.positions, shape.cos, shape.sin)
         write_kv(k, v, k_pages, v_pages, batch)
-        attended = linear(paged_attention(q, k_pages, v_pages, batch, shape.scale).flatten(1), weights.output)
+        attended = linear(self._attention(q, k_pages, v_pages, batch, shape.scale).flatten(1), weights.output)
         normed, hidden = add_rms_norm(attended, hidden, weights.post_norm, eps)
         return hidden + linear(silu_mul(linear(normed, weights.gate_up)), weights.down)
 

@@ -16,6 +16,8 @@ from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.rope import rope_tables
 from graftline.engine.models.target_model import KvViews, StateViews
 from graftline.errors import InvalidRequestError
+from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_backend import Attention
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
 from graftline.kernels.linear import LinearWeight, linear, pack_linear, unpack_rows
@@ -48,6 +50,7 @@ class DenseModel:
         dtype: float32 or bfloat16; what weights are stored in.
         with_embedding: hold the token embedding (the first stage, and the last when its drafter needs it).
         with_head: hold the final norm and the output head. A tied head and embedding are one matrix.
+        attention: how layers attend on CUDA.
 
     Raises:
         InvalidRequestError: the checkpoint lacks a tensor, or one is not shaped as the config says.
@@ -63,6 +66,7 @@ class DenseModel:
         *,
         with_embedding: bool = True,
         with_head: bool = True,
+        attention: Attention = paged_attention,
     ) -> None:
         config = checkpoint.config
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
@@ -85,7 +89,7 @@ class DenseModel:
             cos=cos.to(self.device),
             sin=sin.to(self.device),
         )
-        self._stack = DenseLayers([loader.layer(layer) for layer in layers], shape) if layers else None
+        self._stack = DenseLayers([loader.layer(layer) for layer in layers], shape, attention) if layers else None
         # Describing the pages of thirty layers takes as long as a layer; pools live as long as their model.
         self._pages: WeakKeyDictionary[KvViews, LayerPages] = WeakKeyDictionary()
 

@@ -6,6 +6,8 @@ from graftline.engine.models.checkpoint import Checkpoint
 from graftline.engine.models.dense import DenseModel
 from graftline.engine.models.qwen3_next import Qwen3NextModel
 from graftline.engine.models.target_model import TargetModel
+from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_backend import Attention
 
 
 def load_model(
@@ -16,7 +18,10 @@ def load_model(
     *,
     with_embedding: bool = True,
     with_head: bool = True,
+    attention: Attention = paged_attention,
 ) -> TargetModel:
     """Loads layers of a model of any family; see `DenseModel` for arguments and errors."""
     kind = DenseModel if checkpoint.config.hybrid is None else Qwen3NextModel
-    return kind(checkpoint, layers, dtype, device, with_embedding=with_embedding, with_head=with_head)
+    return kind(
+        checkpoint, layers, dtype, device, with_embedding=with_embedding, with_head=with_head, attention=attention
+    )

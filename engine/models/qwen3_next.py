@@ -17,6 +17,7 @@ from graftline.engine.models.qwen3_next_weights import AttentionWeights, BlockWe
 from graftline.engine.models.rope import rope_tables
 from graftline.engine.models.target_model import KvViews, StateViews
 from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_backend import Attention
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.causal_conv import causal_conv
 from graftline.kernels.gated_delta import delta_inputs, gated_delta, gated_rms_norm
@@ -54,6 +55,7 @@ class Qwen3NextModel:
         dtype: float32 or bfloat16.
         with_embedding: hold the token embedding.
         with_head: hold the final norm and the output head.
+        attention: how layers attend.
 
     Raises:
         InvalidRequestError: the checkpoint lacks a tensor, or one is not shaped as the config says.
@@ -69,6 +71,7 @@ class Qwen3NextModel:
         *,
         with_embedding: bool = True,
         with_head: bool = True,
+        attention: Attention = paged_attention,
     ) -> None:
         config = checkpoint.config
         assert config.hybrid is not None, "a dense model"
@@ -77,6 +80,7 @@ class Qwen3NextModel:
         self.config: ModelConfig = config
         self.layers = layers
         self.dtype = dtype
+        self._attention = attention
         self.device = torch.device(device)
         activations = torch.float32 if self.device.type == "cpu" else dtype
         loader = Qwen3NextLoader(checkpoint, dtype, activations, self.device)
@@ -114,7 +118,10 @@ class Qwen3NextModel:
         for layer, block in self._blocks.items():
             normed = rms_norm(hidden, block.input_norm, self.config.rms_norm_eps)
             if isinstance(block.mixer, AttentionWeights):
-                mixed = run_attention(self.config, block.mixer, normed, batch, kv.layer_kv(layer), self._rotations)
+                pages = kv.layer_kv(layer)
+                mixed = run_attention(
+                    self.config, block.mixer, normed, batch, pages, self._rotations, attention=self._attention
+                )
             else:
                 assert states is not None, "a hybrid model without its states"
                 mixed = run_delta(self._linear, block.mixer, normed, layer, states, self.config.rms_norm_eps)
@@ -147,6 +154,7 @@ def run_attention(
     pages: tuple[Tensor, Tensor],
     turns: Rotations,
     newest: Tensor | None = None,
+    attention: Attention = paged_attention,
 ) -> Tensor:
     """Gated attention of [rows, hidden]; writes the rows' KV.
 
@@ -165,7 +173,7 @@ def run_attention(
     scale = config.head_dim**-0.5
     if newest is None:
         write_kv(k, v, k_pages, v_pages, batch)
-        attended = paged_attention(q, k_pages, v_pages, batch, scale)
+        attended = attention(q, k_pages, v_pages, batch, scale)
     else:
         slots = batch.slots()[newest]
         page, offset = slots // batch.page_size, slots % batch.page_size
@@ -173,7 +181,7 @@ def run_attention(
         v_pages[page, offset] = v.to(v_pages.dtype)
         queries = q.new_zeros(batch.num_rows, *q.shape[1:])
         queries[newest] = q
-        attended = paged_attention(queries, k_pages, v_pages, batch, scale)[newest]
+        attended = attention(queries, k_pages, v_pages, batch, scale)[newest]
     return linear(sigmoid_mul(attended.flatten(1), made[:, split:]), weights.output)
 
 

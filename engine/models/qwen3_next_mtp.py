@@ -15,6 +15,8 @@ from graftline.engine.models.checkpoint import Checkpoint
 from graftline.engine.models.hybrid_config import LayerKind
 from graftline.engine.models.qwen3_next import rotations, run_attention, run_feed_forward
 from graftline.engine.models.qwen3_next_weights import AttentionWeights, Qwen3NextLoader
+from graftline.kernels.attention import paged_attention
+from graftline.kernels.attention_backend import Attention
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.draft_growth import DraftGrowth
 from graftline.kernels.linear import linear
@@ -27,6 +29,7 @@ class MtpModule:
     Args:
         embed: the target's: token ids [rows] -> [rows, hidden].
         logits: the target's: final-normed hidden states [rows, hidden] -> [rows, vocab] float32.
+        attention: how its layer attends.
 
     Raises:
         InvalidRequestError: the checkpoint has no MTP module, or one that does not fit the config.
@@ -39,10 +42,12 @@ class MtpModule:
         device: torch.device,
         embed: Callable[[Tensor], Tensor],
         logits: Callable[[Tensor], Tensor],
+        attention: Attention = paged_attention,
     ) -> None:
         self._config = checkpoint.config
         self._embed = embed
         self._logits = logits
+        self._attention = attention
         self.feature_layers: tuple[int, ...] = (FINAL_NORM,)
         self.growth: DraftGrowth | None = None
         activations = torch.float32 if device.type == "cpu" else dtype
@@ -98,5 +103,5 @@ class MtpModule:
         fused = linear(torch.cat((embedded, rms_norm(feature, self._hidden_norm, eps)), dim=-1), self._fc)
         normed = rms_norm(fused, block.input_norm, eps)
         pages = pool.layer_kv(pool.layers[0])
-        mixed = run_attention(config, block.mixer, normed, batch, pages, self._rotations, newest)
+        mixed = run_attention(config, block.mixer, normed, batch, pages, self._rotations, newest, self._attention)
         return rms_norm(run_feed_forward(block, mixed, fused, eps), self._norm, eps)

@@ -15,6 +15,7 @@ from rich.table import Table
 from graftline import cli_options as shared
 from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.engine.verify_mode import VerifyMode
+from graftline.kernels.attention_kind import AttentionBackend
 from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
 from graftline.worker.process import die_with_launcher, end_process, outlive_signals, set_up_logging
@@ -54,6 +55,7 @@ ENGINE_OPTIONS = (
     Option("draft_head", str, "Directory of a draft head; mtp: the model's own; auto: the one there is; none.", _MODEL),
     Option("dtype", str, "float32 or bfloat16.", _MODEL),
     Option("device", str, "cpu, cuda or cuda:N.", _MODEL),
+    Option("attention_backend", AttentionBackend, "How prompts attend on a GPU; on CPU there is one way.", _MODEL),
     Option("speculation", bool, "Draft at all.", _TREES),
     Option("draft_depth", int, "S: levels below the root.", _TREES, 1),
     Option("draft_branching", int, "K: children considered a node.", _TREES, 1),

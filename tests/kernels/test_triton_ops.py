@@ -41,8 +41,8 @@ def there(x: Tensor) -> Tensor:
 
 
 def batch_there(batch: AttentionBatch) -> AttentionBatch:
-    tensors = {f.name: there(getattr(batch, f.name)) for f in fields(batch) if f.name not in ("page_size", "is_chain")}
-    return replace(batch, **tensors)
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: there(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -18,6 +18,7 @@ from graftline.engine.models.config import ModelConfig
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
+from graftline.kernels.attention_kind import AttentionBackend
 
 AUTO = "auto"
 NONE = "none"
@@ -42,6 +43,7 @@ class EngineOptions:
         speculation: False turns it off whatever heads there are.
         draft_nodes: 0: a chain has depth + 1 nodes, a tree 2 * depth * branching (or all there can be).
         device: "cpu", "cuda" (stage i gets GPU i, modulo their number) or "cuda:N".
+        attention_backend: how planned steps attend; every stage settles "auto" for its own machine.
         stages: of the pipeline.
         layer_split: layers of every stage ("10,12,8"), or "auto".
         pages: 0: as many as `memory_mib` holds.
@@ -60,6 +62,7 @@ class EngineOptions:
     initial_tree: InitialTree = InitialTree.REAL
     dtype: str = "bfloat16"
     device: str = "cpu"
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
     stages: int = 1
     layer_split: str = AUTO
     stage_mode: StageMode = StageMode.PROCESSES
@@ -95,6 +98,7 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
         draft_head=head_name,
         dtype=options.dtype,
         device=options.device,
+        attention_backend=options.attention_backend,
         layer_split=layer_split(options, role, model, head, tree),
         stage_mode=options.stage_mode,
         page_size=options.page_size,
