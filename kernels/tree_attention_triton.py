@@ -82,9 +82,9 @@ def _tree_attention_kernel(
         table = page_tables_ptr + sequence * max_pages
         # Blocks of committed slots alone: nothing to mask.
         committed = tl.maximum(begin, tl.minimum(end, start // BLOCK_N * BLOCK_N))
+        page = tl.load(table + (begin + n) // PAGE_SIZE, mask=begin + n < committed, other=0)
         for first in tl.range(begin, committed, BLOCK_N, num_stages=STAGES):
             slot = first + n
-            page = tl.load(table + slot // PAGE_SIZE)
             at = _places(page, slot, kv_head, page_stride, PAGE_SIZE, KV_HEADS, HEAD_DIM)
             if HEAD_DIM == BLOCK_D:
                 k = tl.load(k_pages_ptr + at[:, None] + d[None, :])
@@ -95,6 +95,8 @@ def _tree_attention_kernel(
             if WIDEN:
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
+            # A step ahead, so that reading ahead waits for no table.
+            page = tl.load(table + (slot + BLOCK_N) // PAGE_SIZE, mask=slot + BLOCK_N < committed, other=0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             largest, total, acc = _join(scores, v, largest, total, acc)
         # The last blocks: slots that no row sees may hold anything, also NaN, and are not read.

@@ -46,6 +46,19 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {
     "_sigmoid_mul_kernel": [{"ONE_GATE": one, "BLOCK": 1024} for one in (False, True)],
     "_replay_states_kernel": [_HEAD],
     "_replay_windows_kernel": [{"WIDTH": 4, "BLOCK": 512}],
+    "_place_qkv_kernel": [
+        {
+            "HEAD_DIM": dim,
+            "HALF": half,
+            "PAGE_SIZE": 16,
+            "HAS_SLOTS": has_slots,
+            "NORM": norm,
+            "BLOCK_H": 4,
+            "BLOCK_HALF": 64,
+            "BLOCK_REST": rest,
+        }
+        for dim, half, rest, has_slots, norm in ((128, 64, 1, True, False), (256, 32, 256, False, True))
+    ],
     "_combine_tree_kernel": [{"HEAD_DIM": 128, "BLOCK_N": 64, "BLOCK_SPLITS": 64, "BLOCK_D": 128}],
 }
 _DEFAULT_BLOCKS = {"BLOCK": 1024, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_SPLITS": 8, "BLOCK_D": 128, "CHUNK": 32}
