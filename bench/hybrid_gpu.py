@@ -108,7 +108,7 @@ def role_config(sizes: Sizes, role: Role, num_layers: int) -> EngineConfig:
         model="published",
         role=role,
         draft_head=MTP_HEAD,
-        device=sizes.device,
+        devices=(sizes.device,),
         layer_split=(num_layers,),
         page_size=_PAGE_SIZE,
         num_pages=sizes.num_pages,

@@ -27,6 +27,16 @@ class StageMode(Enum):
     THREADS = "threads"
 
 
+class StageChannel(Enum):
+    """How hidden states go between stages that are processes."""
+
+    AUTO = "auto"
+    """Directly between two GPUs, else through host memory."""
+    HOST = "host"
+    DIRECT = "direct"
+    """By the device's own backend: NCCL, which refuses two stages on one GPU; gloo on CPU."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is built from. "auto" values are resolved before this is made.
 
@@ -34,8 +44,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         model: directory or GGUF file.
         draft_head: directory of the draft head, or `MTP_HEAD`; None turns speculation off.
         dtype: "float32" or "bfloat16"; on CPU the type that weights and KV are stored in.
-        device: "cpu" or "cuda:N".
+        devices: "cpu" or "cuda:N" of every stage; a single one is that of all. All are of one kind.
         layer_split: target layers of every stage.
+        stage_channel: how hidden states go between stages that are processes.
         page_size: token positions a page.
         num_pages: pages of the worker (the same on every stage).
         max_running: request slots.
@@ -58,9 +69,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     draft_head: str | None = None
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    devices: tuple[str, ...] = ("cpu",)
     layer_split: tuple[int, ...]
     stage_mode: StageMode = StageMode.PROCESSES
+    stage_channel: StageChannel = StageChannel.AUTO
     page_size: int = 16
     num_pages: int = 4096
     max_running: int = 16
@@ -86,6 +98,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("dtype", f"{self.dtype!r} is neither float32 nor bfloat16")
         if not self.layer_split or min(self.layer_split) < 1:
             raise InvalidRequestError("layer_split", f"{self.layer_split}: every stage needs a layer")
+        if len(self.devices) not in (1, self.num_stages):
+            raise InvalidRequestError("devices", f"{self.devices} for {self.num_stages} stages")
+        if len({device.partition(":")[0] for device in self.devices}) > 1:
+            raise InvalidRequestError("devices", f"{self.devices} are of different kinds")
         if self.tree.speculates and self.draft_head is None:
             raise InvalidRequestError("draft_head", f"a tree of {self.tree.nodes} nodes needs a draft head")
 
@@ -93,6 +109,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return len(self.layer_split)
+
+    @property
+    def device_type(self) -> str:
+        """The kind of every stage's device: "cpu" or "cuda"."""
+        return self.devices[0].partition(":")[0]
+
+    def stage_device(self, stage: int) -> str:
+        """A stage's device."""
+        return self.devices[stage if len(self.devices) > 1 else 0]
 
     def stage_layers(self, stage: int) -> range:
         """Global ids of a stage's layers."""

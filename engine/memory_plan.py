@@ -168,7 +168,7 @@ def _weight_bytes(config: EngineConfig, model: ModelConfig, stage: int, *, draft
 
 
 def _activations(config: EngineConfig) -> torch.dtype:
-    return torch.float32 if config.device == "cpu" else DTYPES[config.dtype]
+    return torch.float32 if config.device_type == "cpu" else DTYPES[config.dtype]
 
 
 def pages_within(config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None, budget_bytes: int) -> int:

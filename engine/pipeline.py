@@ -6,32 +6,25 @@ on links of their own, read by threads of their own.
 
 import logging
 import os
-import queue
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from graftline.engine.config import EngineConfig, StageMode
-from graftline.engine.links import (
-    GlooLink,
-    HubLinks,
-    LocalLink,
-    QueuedSender,
-    Receiver,
-    Sender,
-    StageLinks,
-    connect_gloo_stages,
-)
+from graftline.engine.links import HubLinks, LocalLink, QueuedSender, Receiver, Sender, StageLinks
+from graftline.engine.links_distributed import DistributedLink, connect_stages, leave_job
 from graftline.engine.plan import (
     Control,
     Heartbeat,
@@ -43,7 +36,8 @@ from graftline.engine.plan import (
     StepPlan,
     Stop,
 )
-from graftline.engine.stage_builder import build_stage
+from graftline.engine.round_state import RoundState
+from graftline.engine.stage_builder import build_stage, shared_round_state
 from graftline.engine.stage_worker import StageWorker
 from graftline.engine.transfer_port import TransferPort
 from graftline.errors import InternalError, PeerUnavailableError
@@ -113,6 +107,7 @@ class Pipeline:
         self._readers: list[threading.Thread] = []
         self._chain: list[LocalLink] = []
         self._queued: list[QueuedSender] = []
+        self._failed = False
         self._plans: Sender | None = None
         self._controls: list[Sender] = []
         self._stopping = False
@@ -125,7 +120,7 @@ class Pipeline:
             InvalidRequestError: the configuration does not fit the model.
         """
         deadline = time.monotonic() + timeout_s
-        if self._config.num_stages > 1 and self._config.stage_mode is StageMode.PROCESSES:
+        if self._runs_processes:
             self._start_processes(deadline)
         else:
             self._start_threads()
@@ -136,6 +131,10 @@ class Pipeline:
                 missing = sorted(set(range(self._config.num_stages)) - set(self._layouts))
                 raise InternalError(f"stages {missing} were not ready within {timeout_s:g} s")
             self._check_children()
+
+    @property
+    def _runs_processes(self) -> bool:
+        return self._config.num_stages > 1 and self._config.stage_mode is StageMode.PROCESSES
 
     @property
     def layouts(self) -> Sequence[bytes]:
@@ -174,8 +173,10 @@ class Pipeline:
         self._stopping = True
         deadline = time.monotonic() + timeout_s
         self._say_stop()
+        # After a failure a stage of this process may wait on its GPU for a neighbour that is gone.
+        patience_s = timeout_s / 2 if self._failed and self._runs_processes else timeout_s
         for stage, worker in enumerate(self._workers):
-            if not worker.join(max(0.1, deadline - time.monotonic())):
+            if not worker.join(max(0.1, deadline - timeout_s + patience_s - time.monotonic())):
                 logger.warning("a stage thread did not end within %.1f s", timeout_s)
             for link in self._chain[stage + 1 : stage + 2]:
                 link.close()  # a stage that died handed no `Stop` on
@@ -190,8 +191,8 @@ class Pipeline:
             queued.close(max(0.1, deadline - time.monotonic()))
         for reader in self._readers:
             reader.join(max(0.1, deadline - time.monotonic()))
-        if self._children and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._runs_processes:
+            leave_job(max(1.0, deadline - time.monotonic()), abort=self._failed)
 
     def _say_stop(self) -> None:
         try:
@@ -223,6 +224,7 @@ class Pipeline:
     def _fail(self, stage: int, reason: str) -> None:
         if self._stopping:
             return
+        self._failed = True
         if not self._all_ready.is_set():
             self._start_failure = self._start_failure or f"stage {stage}: {reason}"
         self._inbox.put(StageFailed(stage, reason))
@@ -243,15 +245,20 @@ class Pipeline:
         count = self._config.num_stages
         self._chain = [LocalLink() for _ in range(count)]
         self._plans = self._chain[0]
+        shared = shared_round_state(self._config)
         for stage in range(count):
             downstream = self._chain[stage + 1] if stage + 1 < count else None
-            self._start_local_stage(stage, self._chain[stage], downstream)
+            self._start_local_stage(stage, self._chain[stage], downstream, shared)
 
-    def _start_local_stage(self, stage: int, upstream: Receiver, downstream: Sender | None) -> None:
+    def _start_local_stage(
+        self, stage: int, upstream: Receiver, downstream: Sender | None, round_state: RoundState | None = None
+    ) -> None:
         control = LocalLink()
         self._controls.append(control)
-        built = build_stage(self._config, stage)
-        port = self._make_port(stage)
+        with on_device(self._config.stage_device(stage)):
+            built = build_stage(self._config, stage, round_state)
+            port = self._make_port(stage)
+            layout = port.open(built.pools)
         inbox = _InboxSender(self)
         links = StageLinks(upstream, downstream, control, inbox, inbox)
         worker = StageWorker(
@@ -265,14 +272,16 @@ class Pipeline:
         )
         self._workers.append(worker)
         worker.start()
-        self.put(StageReady(stage, port.open(built.pools)))
+        self.put(StageReady(stage, layout))
 
     def _start_processes(self, deadline: float) -> None:
         count = self._config.num_stages
         downstream, hubs = self._connect(deadline)
         plans = LocalLink()
         self._plans = plans
-        self._start_local_stage(0, plans, downstream)
+        queued_plans = QueuedSender(downstream, "plan-sender", partial(self._fail, 1))
+        self._queued.append(queued_plans)
+        self._start_local_stage(0, plans, queued_plans)
         for stage, hub in enumerate(hubs, start=1):
             queued = QueuedSender(hub.control, f"stage-{stage}-sender", partial(self._fail, stage))
             self._queued.append(queued)
@@ -285,7 +294,7 @@ class Pipeline:
                 reader.start()
         assert len(self._controls) == count
 
-    def _connect(self, deadline: float) -> tuple[GlooLink, list[HubLinks]]:
+    def _connect(self, deadline: float) -> tuple[DistributedLink, list[HubLinks]]:
         """Joins the processes of all stages, starting them unless a launcher did (torchrun's variables)."""
         count = self._config.num_stages
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
@@ -300,15 +309,15 @@ class Pipeline:
                 self._children[stage] = self._spawn(stage, store.port)
             self._await_children(store, deadline)
             dist.init_process_group("gloo", store=store, rank=0, world_size=count, timeout=timeout)
-        _, downstream, stars = connect_gloo_stages(count, 0)
-        assert downstream is not None
+        ends = connect_stages(count, 0, torch.device(self._config.stage_device(0)), self._config.stage_channel)
+        assert ends.downstream is not None
         hubs = []
-        for star in stars:
+        for star in ends.stars:
             assert star.control is not None
             assert star.results is not None
             assert star.reports is not None
             hubs.append(HubLinks(star.control, star.results, star.reports))
-        return downstream, hubs
+        return ends.downstream, hubs
 
     def _await_children(self, store: TCPStore, deadline: float) -> None:
         """Until every stage process runs; joining them is one long blocking call that would notice no death."""
@@ -344,6 +353,6 @@ class Pipeline:
             self.put(message)  # type: ignore[arg-type]  # a stage sends nothing but reports on these links
 
 
-def make_inbox() -> "queue.SimpleQueue[Report]":
-    """An inbox for reports alone."""
-    return queue.SimpleQueue()
+def on_device(device: str) -> AbstractContextManager[object]:
+    """Makes a GPU the calling thread's current one while the block is open; kernels are launched there."""
+    return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()

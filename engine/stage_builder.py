@@ -55,7 +55,7 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
     target = checkpoint.config
     if sum(config.layer_split) != target.num_layers:
         raise InvalidRequestError("layer_split", f"{config.layer_split} for a model of {target.num_layers} layers")
-    device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    device, dtype = torch.device(config.stage_device(index)), DTYPES[config.dtype]
     is_first, is_last = index == 0, index == config.num_stages - 1
     drafts = config.tree.speculates and config.draft_head is not None
     layers = config.stage_layers(index)
@@ -103,20 +103,20 @@ def captured_layers(config: EngineConfig, target: ModelConfig, stage: int) -> tu
 
 
 def _build_states(config: EngineConfig, target: ModelConfig, stage: int) -> StageStates | None:
-    geometry, slots = state_geometry(config, target, stage), config.max_running
+    geometry, slots, device = state_geometry(config, target, stage), config.max_running, config.stage_device(stage)
     if geometry is None:
         return None
     verify = None
     if keeps_nodes(config):
-        verify = build_verify_state(geometry, config.verify_state, slots, config.tree.nodes, config.device)
-    return StageStates(StatePool(geometry, slots, config.device), verify)
+        verify = build_verify_state(geometry, config.verify_state, slots, config.tree.nodes, device)
+    return StageStates(StatePool(geometry, slots, device), verify)
 
 
 def _build_drafter(
     config: EngineConfig, checkpoint: Checkpoint, model: TargetModel, attention: Attention
 ) -> tuple[Drafter, KvPool]:
     assert config.draft_head is not None
-    device, target = torch.device(config.device), checkpoint.config
+    device, target = torch.device(config.stage_device(config.num_stages - 1)), checkpoint.config
     pool = KvPool(
         draft_geometry(config, head_named(config.draft_head, target)),
         config.num_pages,

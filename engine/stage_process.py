@@ -6,14 +6,17 @@ Rank and rendezvous come from torchrun's variables, so that stages may live on o
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from graftline.engine.config import EngineConfig
-from graftline.engine.links import StageLinks, connect_gloo_stages
+from graftline.engine.links import QueuedSender, StageLinks
+from graftline.engine.links_distributed import connect_stages, leave_job
 from graftline.engine.pipeline import STAGE_CONFIG_VARIABLE, joined_key
 from graftline.engine.plan import StageFailed, StageReady
 from graftline.engine.stage_builder import build_stage
@@ -23,6 +26,9 @@ from graftline.engine.transfer_port import TransferPort
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT = timedelta(seconds=300)
+# From the first word of an end to the end of this process, whatever its threads wait for.
+_STOP_S = 20.0
+_LEAVE_S = 5.0
 
 
 def config_from_environment() -> EngineConfig:
@@ -37,6 +43,9 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
         The exit status: 0 after a stop.
     """
     stage = int(os.environ["RANK"])
+    device = torch.device(config.stage_device(stage))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if os.environ.get("MASTER_ADDR") == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if os.environ.get("GRAFTLINE_SPAWNED"):
@@ -51,9 +60,9 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
         dist.init_process_group("gloo", store=store, rank=stage, world_size=config.num_stages, timeout=JOIN_TIMEOUT)
     else:
         dist.init_process_group("gloo", init_method="env://", timeout=JOIN_TIMEOUT)
-    upstream, downstream, stars = connect_gloo_stages(config.num_stages, stage)
-    star = stars[stage - 1]
-    assert upstream is not None
+    ends = connect_stages(config.num_stages, stage, device, config.stage_channel)
+    star = ends.stars[stage - 1]
+    assert ends.upstream is not None
     assert star.control is not None
     assert star.results is not None
     assert star.reports is not None
@@ -64,25 +73,44 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     except Exception as error:
         star.reports.send(StageFailed(stage, f"{type(error).__name__}: {error}"))
         raise
-    ended = threading.Event()
-    reasons: list[str] = []
-
-    def on_end(reason: str | None) -> None:
-        if reason is not None:
-            reasons.append(reason)
-            ended.set()
-
-    links = StageLinks(upstream, downstream, star.control, star.results, star.reports)
-    worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, on_end)
+    end = _End()
+    downstream = None
+    if ends.downstream is not None:
+        downstream = QueuedSender(ends.downstream, "plan-sender", end.tell)
+    links = StageLinks(ends.upstream, downstream, star.control, star.results, star.reports)
+    worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, end.tell)
     star.reports.send(StageReady(stage, layout))
     worker.start()
-    while not ended.wait(0.2):
-        if worker.join(0.0):
-            break
-    if reasons:
-        logger.error("stage %d ends: %s", stage, reasons[0])
-        # A blocked receive of another thread cannot be woken: leave without waiting for it.
+    reason = end.wait_for(worker)
+    if reason is not None:
+        logger.error("stage %d ends: %s", stage, reason)
+        # A blocked receive of another thread, or a GPU that waits for a dead neighbour, cannot be woken: leave without
+        # waiting for it.
         logging.shutdown()
         os._exit(1)
-    dist.destroy_process_group()
+    if downstream is not None:
+        downstream.close(_LEAVE_S)
+    leave_job(_LEAVE_S)
     return 0
+
+
+class _End:
+    """Hears why a stage's threads end, and decides when the process does."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self._reason: str | None = None
+
+    def tell(self, reason: str | None) -> None:
+        """A thread ended, for this reason or, with None, because it was told to."""
+        self._reason = self._reason or reason
+        self._told.set()
+
+    def wait_for(self, worker: StageWorker) -> str | None:
+        """Until the stage has ended, or cannot go on; why it failed."""
+        self._told.wait()
+        deadline = time.monotonic() + _STOP_S
+        while self._reason is None and not worker.join(0.1):
+            if time.monotonic() > deadline:
+                return f"told to stop, its threads still wait after {_STOP_S:g} s"
+        return self._reason

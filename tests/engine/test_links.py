@@ -1,18 +1,21 @@
-"""Links between stages: threads of one process, and two processes over gloo."""
+"""Links between stages: threads of one process, and two processes, whose hidden states go by either channel."""
 
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import gloo_peer
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from graftline.engine.links import GlooLink, GlooStar, LocalLink, connect_gloo_stages
+from graftline.engine.config import StageChannel
+from graftline.engine.links import LocalLink, QueuedSender
+from graftline.engine.links_distributed import DistributedLink, StageStar, connect_stages, leave_job
+from graftline.engine.links_payload import MAX_UNFINISHED_SENDS
 from graftline.engine.plan import Heartbeat, Segment, StageReady, StepPlan, Stop
 from graftline.errors import PeerUnavailableError
 
@@ -51,34 +54,46 @@ def test_closing_a_local_link_wakes_its_receiver() -> None:
     assert len(errors) == 1
 
 
+CHANNELS = pytest.mark.parametrize(
+    "channel", [StageChannel.HOST, StageChannel.DIRECT], ids=lambda channel: channel.value
+)
+
+
 @contextmanager
-def peer(flood: int) -> Iterator[tuple[GlooLink, GlooStar, "subprocess.Popen[bytes]"]]:
-    """A second process behind gloo links, echoing plans."""
+def peer(flood: int, channel: StageChannel) -> Iterator[tuple[DistributedLink, StageStar, "subprocess.Popen[bytes]"]]:
+    """A second process behind links, echoing plans. Gloo stands for NCCL in the direct channel."""
     store = gloo_peer.join(0, 0, is_master=True)
-    child = subprocess.Popen([sys.executable, gloo_peer.__file__, str(store.port), str(flood)])
+    child = subprocess.Popen([sys.executable, gloo_peer.__file__, str(store.port), str(flood), channel.value])
     try:
         gloo_peer.enter(0, store)
-        _, downstream, stars = connect_gloo_stages(2, 0)
-        assert downstream is not None
-        yield downstream, stars[0], child
+        ends = connect_stages(2, 0, torch.device("cpu"), channel)
+        assert ends.downstream is not None
+        yield ends.downstream, ends.stars[0], child
         child.wait(30)
     finally:
         child.kill()
         child.wait()
-        dist.destroy_process_group()
+        assert leave_job(10)
 
 
-def echoed(star: GlooStar) -> tuple[StageReady, Tensor | None]:
+def echoed(star: StageStar) -> tuple[StageReady, Tensor | None]:
     assert star.results is not None
     message, payload = star.results.receive()
     assert isinstance(message, StageReady)
     return message, payload
 
 
-def test_two_processes_exchange_plans_with_hidden_states() -> None:
+def stop(downstream: DistributedLink, star: StageStar, child: "subprocess.Popen[bytes]") -> None:
+    assert star.control is not None
+    downstream.send(Stop())
+    star.control.send(Stop())
+    assert child.wait(30) == 0
+
+
+@CHANNELS
+def test_two_processes_exchange_plans_with_hidden_states(channel: StageChannel) -> None:
     """CASES P13: both ends send more than a socket holds before either receives; nothing waits for ever."""
-    with peer(flood=8) as (downstream, star, child):
-        assert star.control is not None
+    with peer(flood=8, channel=channel) as (downstream, star, child):
         # 64 rows x 40000 floats: 10 MB, sent while the other end still sends its own 8 MB.
         payloads = [
             torch.randn(64, 40000),
@@ -105,16 +120,55 @@ def test_two_processes_exchange_plans_with_hidden_states() -> None:
                 assert payload.dtype is sent.dtype
                 assert torch.equal(payload, sent * 2)
         sender.join(30)
-        downstream.send(Stop())
-        star.control.send(Stop())
-        assert child.wait(30) == 0
+        stop(downstream, star, child)
 
 
-def test_the_death_of_the_other_end_is_an_error() -> None:
-    with peer(flood=0) as (downstream, star, child):
-        downstream.send(plan(0, 1))
+@CHANNELS
+def test_steps_in_flight_keep_their_hidden_states(channel: StageChannel) -> None:
+    """More steps are sent than sends may be unfinished, from one tensor that every step overwrites."""
+    failures: list[str] = []
+    with peer(flood=0, channel=channel) as (downstream, star, child):
+        queued = QueuedSender(downstream, "plan-sender", failures.append)
+        count = 2 * MAX_UNFINISHED_SENDS + 1
+
+        def send_all() -> None:
+            hidden = torch.empty(3, 16)
+            for step in range(count):
+                hidden.fill_(step)
+                queued.send(plan(step, 3), hidden)
+            hidden.fill_(-1)
+
+        sender = threading.Thread(target=send_all)
+        sender.start()
+        for step in range(count):
+            message, payload = echoed(star)
+            assert message.stage == step
+            assert payload is not None
+            assert torch.equal(payload, torch.full((3, 16), 2.0 * step))
+        sender.join(10)
+        assert queued.close(10)
+        assert failures == []
+        stop(downstream, star, child)
+
+
+@CHANNELS
+def test_the_death_of_the_other_end_is_an_error(channel: StageChannel) -> None:
+    failures: list[str] = []
+    with peer(flood=0, channel=channel) as (downstream, star, child):
+        queued = QueuedSender(downstream, "plan-sender", failures.append)
+        queued.send(plan(0, 1), torch.ones(1, 4))
         assert echoed(star)[0].stage == 0
         child.kill()
         assert star.results is not None
         with pytest.raises(PeerUnavailableError, match="stage 1 is gone"):
             star.results.receive()
+
+        def send_until_refused() -> None:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                queued.send(plan(1, 1), torch.ones(1, 4))
+                time.sleep(0.01)
+
+        with pytest.raises(PeerUnavailableError, match="stage 1 is gone"):
+            send_until_refused()
+        assert len(failures) <= 1

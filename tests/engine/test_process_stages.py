@@ -18,7 +18,7 @@ import pytest
 import stage_main
 from tiny_world import TinyWorld, prompt
 
-from graftline.engine.config import EngineConfig, Role
+from graftline.engine.config import EngineConfig, Role, StageChannel
 from graftline.engine.decode_engine import DecodeScheduler
 from graftline.engine.pipeline import Pipeline, StageCommand
 from graftline.engine.plan import (
@@ -80,9 +80,9 @@ def children() -> list[psutil.Process]:
 
 
 @contextmanager
-def pipeline(world: TinyWorld) -> Iterator[tuple[Pipeline, "queue.SimpleQueue[Report]"]]:
+def pipeline(world: TinyWorld, **changes: Any) -> Iterator[tuple[Pipeline, "queue.SimpleQueue[Report]"]]:
     inbox: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    stages = Pipeline(config(world, Role.DECODE), lambda stage: NoTransfer(), COMMAND, inbox)
+    stages = Pipeline(config(world, Role.DECODE, **changes), lambda stage: NoTransfer(), COMMAND, inbox)
     stages.start(WAIT_S)
     started = children()
     try:
@@ -99,11 +99,12 @@ def outcome(inbox: "queue.SimpleQueue[Report]", step: int) -> SegmentOutcome:
     return report.outcomes[0]
 
 
-def test_three_processes_generate_what_one_does(world: TinyWorld) -> None:
+@pytest.mark.parametrize("channel", [StageChannel.HOST, StageChannel.DIRECT], ids=lambda channel: channel.value)
+def test_three_processes_generate_what_one_does(world: TinyWorld, channel: StageChannel) -> None:
     """CASES P09, P13, P18: two chunks of a prompt, then trees over three processes: the plain model's ids."""
     ids = prompt(13)
     opening = SlotOpening(0, 0.0, 0, 1.0, 0.0, 0, {}, [], 0, -1)
-    with pipeline(world) as (stages, inbox):
+    with pipeline(world, stage_channel=channel) as (stages, inbox):
         assert stages.layouts == [b"", b"", b""]
         first, final = Segment(0, 0, ids[:8], None, 8, ids[8], [], False), Segment(0, 8, ids[8:], None, 4, -1, [], True)
         # Both chunks are on their way at once.
@@ -217,7 +218,7 @@ def check_failed(decode: DecodeScheduler, callers: tuple[Caller, Caller], within
 
 def test_a_killed_stage_fails_every_request_at_once(world: TinyWorld) -> None:
     """CASES H03, contract 9: running or reserved, all are told, nothing is held, new ones are refused."""
-    with decode_engine(world) as (decode, stages):
+    with decode_engine(world, stage_channel=StageChannel.DIRECT) as (decode, stages):
         callers = running_and_reserved(decode)
         stages[0].kill()
         assert "stage 1" in check_failed(decode, callers, within_s=10)

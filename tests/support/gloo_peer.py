@@ -1,4 +1,4 @@
-"""The other end of gloo links under test: a process that echoes what it hears until told to stop."""
+"""The other end of links under test: a process that echoes what it hears until told to stop."""
 
 import os
 import sys
@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from graftline.engine.links import connect_gloo_stages
+from graftline.engine.config import StageChannel
+from graftline.engine.links_distributed import connect_stages
 from graftline.engine.plan import StageReady, StepPlan, Stop
 
 TIMEOUT = timedelta(seconds=60)
@@ -24,11 +25,11 @@ def enter(rank: int, store: TCPStore) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
 
 
-def main(port: int, flood: int) -> None:
+def main(port: int, flood: int, channel: StageChannel) -> None:
     """Sends `flood` megabytes before it receives anything, then echoes plans with their payload doubled."""
     enter(1, join(1, port))
-    upstream, _, stars = connect_gloo_stages(2, 1)
-    star = stars[0]
+    ends = connect_stages(2, 1, torch.device("cpu"), channel)
+    upstream, star = ends.upstream, ends.stars[0]
     assert upstream is not None
     assert star.control is not None
     assert star.results is not None
@@ -50,4 +51,4 @@ def main(port: int, flood: int) -> None:
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        main(int(sys.argv[1]), int(sys.argv[2]))
+        main(int(sys.argv[1]), int(sys.argv[2]), StageChannel(sys.argv[3]))

@@ -97,7 +97,7 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
         role=role,
         draft_head=head_name,
         dtype=options.dtype,
-        device=options.device,
+        devices=(options.device,),
         attention_backend=options.attention_backend,
         layer_split=layer_split(options, role, model, head, tree),
         stage_mode=options.stage_mode,

@@ -1,0 +1,245 @@
+"""Links between stage processes, over torch.distributed.
+
+Messages travel on gloo groups in host memory, one group a link, so that a blocked receive on one link never holds up
+another. Hidden states go with them as `engine/links_payload.py` does it.
+"""
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graftline.engine.config import StageChannel
+from graftline.engine.links_payload import (
+    ID_BYTES,
+    DirectPayloads,
+    HostPayloads,
+    Payloads,
+    device_identity,
+    receive_tensor,
+    send_tensor,
+)
+from graftline.engine.plan import Message, decode, encode
+from graftline.errors import InternalError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+# How long a receive on an idle link may wait: liveness is watched by heartbeats, not by this.
+IDLE_LINK_TIMEOUT = timedelta(days=30)
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+# First frame of a message: lengths, then as much of the message as fits. Small plans take one send.
+_HEADER = struct.Struct("<IBII")
+_FRAME_BYTES = 2048
+_DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
+_DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class DistributedLink:
+    """One direction between two ranks of a torch.distributed job.
+
+    Args:
+        group: a two-rank gloo group used by this link alone.
+        source, target: global ranks.
+        payloads: how hidden states go; through the same group by default.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, source: int, target: int, payloads: Payloads | None = None) -> None:
+        self._group = group
+        self._source = source
+        self._target = target
+        self._payloads = payloads or HostPayloads(group, source, target, torch.device("cpu"))
+        self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+
+    def send(self, message: Message, payload: Tensor | None = None) -> None:
+        """See `Sender`."""
+        self.prepare(message, payload)()
+
+    def prepare(self, message: Message, payload: Tensor | None = None) -> Callable[[], None]:
+        """See `PreparingSender`."""
+        code, rows, columns = 0, 0, 0
+        ship: Callable[[], None] | None = None
+        if payload is not None:
+            code, (rows, columns) = _DTYPE_CODES[payload.dtype], payload.shape
+            ship = self._payloads.put(payload) if payload.numel() else None
+        body = encode(message)
+        return partial(self._ship, _HEADER.pack(len(body), code, rows, columns) + body, ship)
+
+    def _ship(self, text: bytes, ship_payload: Callable[[], None] | None) -> None:
+        head, rest = text[:_FRAME_BYTES], text[_FRAME_BYTES:]
+        self._frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        send_tensor(self._frame, self._target, self._group)
+        if rest:
+            send_tensor(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self._target, self._group)
+        if ship_payload is not None:
+            ship_payload()
+
+    def receive(self) -> tuple[Message, Tensor | None]:
+        """See `Receiver`."""
+        receive_tensor(self._frame, self._source, self._group)
+        frame = self._frame.numpy().tobytes()
+        length, code, rows, columns = _HEADER.unpack_from(frame)
+        if length > MAX_MESSAGE_BYTES:
+            raise InternalError(f"a stage message of {length} bytes")
+        body = frame[_HEADER.size : _HEADER.size + length]
+        missing = length - len(body)
+        if missing:
+            rest = torch.empty(missing, dtype=torch.uint8)
+            receive_tensor(rest, self._source, self._group)
+            body += rest.numpy().tobytes()
+        payload = None
+        if code:
+            is_empty = rows == 0 or columns == 0
+            dtype = _DTYPES[code]
+            payload = torch.empty(rows, columns, dtype=dtype) if is_empty else self._payloads.take(rows, columns, dtype)
+        try:
+            return decode(body), payload
+        except msgspec.DecodeError as error:
+            raise InternalError(f"a stage message that is none: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class StageStar:
+    """The links between stage 0 and one other stage, as far as this rank is an end of them."""
+
+    control: DistributedLink | None
+    results: DistributedLink | None
+    reports: DistributedLink | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageEnds:
+    """This rank's ends.
+
+    Attributes:
+        upstream: from the stage before this one.
+        downstream: to the stage behind it.
+        stars: of every stage > 0 its links with stage 0, of which a rank may use its own, and rank 0 all.
+    """
+
+    upstream: DistributedLink | None
+    downstream: DistributedLink | None
+    stars: list[StageStar]
+
+
+def connect_stages(
+    num_stages: int,
+    rank: int,
+    device: torch.device,
+    channel: StageChannel = StageChannel.AUTO,
+) -> StageEnds:
+    """Builds the links of a pipeline; every rank must call it, after `init_process_group`.
+
+    Args:
+        device: of this rank's stage.
+        channel: how hidden states are to go; "auto" decides for every two neighbours.
+
+    Raises:
+        InvalidRequestError: a direct channel between two stages on one GPU.
+        PeerUnavailableError: a neighbour is gone.
+    """
+    pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
+    direct = [_goes_direct(channel, *pair, device.type) for pair in _gpus_of(pairs, num_stages, device)]
+    chain = [_chain_link(pair, rank, device, goes) for pair, goes in zip(pairs, direct, strict=True)]
+    stars = [
+        StageStar(control=_link(0, stage, rank), results=_link(stage, 0, rank), reports=_link(stage, 0, rank))
+        for stage in range(1, num_stages)
+    ]
+    upstream = chain[rank - 1] if rank > 0 else None
+    downstream = chain[rank] if rank < num_stages - 1 else None
+    return StageEnds(upstream, downstream, stars)
+
+
+def leave_job(timeout_s: float, *, abort: bool = False) -> bool:
+    """Takes this process out of its torch.distributed job.
+
+    NCCL's end has been seen to hang, and a receive that nobody answers never ends: the wait is bounded, and what hangs
+    is left to the end of the process.
+
+    Args:
+        abort: ends what is under way on the groups first.
+
+    Returns:
+        Whether it was done in time.
+    """
+    if not dist.is_initialized():
+        return True
+
+    def leave() -> None:
+        try:
+            if abort:
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        except RuntimeError as error:
+            logger.warning("torch.distributed did not end well: %s", error)
+
+    thread = threading.Thread(target=leave, name="leave-job", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        logger.warning("torch.distributed did not let go within %.1f s", timeout_s)
+    return not thread.is_alive()
+
+
+def _new_group(source: int, target: int, backend: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group([source, target], backend=backend, timeout=IDLE_LINK_TIMEOUT)
+    return group
+
+
+def _link(source: int, target: int, rank: int) -> DistributedLink | None:
+    group = _new_group(source, target, "gloo")
+    return DistributedLink(group, source, target) if rank in (source, target) else None
+
+
+def _chain_link(pair: tuple[int, int], rank: int, device: torch.device, goes_direct: bool) -> DistributedLink | None:
+    source, target = pair
+    group = _new_group(source, target, "gloo")
+    own_group = _new_group(source, target, _backend(device)) if goes_direct else None
+    if rank not in pair:
+        return None
+    if own_group is None:
+        return DistributedLink(group, source, target, HostPayloads(group, source, target, device))
+    payloads = DirectPayloads(own_group, source, target, device)
+    payloads.meet(rank)
+    return DistributedLink(group, source, target, payloads)
+
+
+def _backend(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "gloo"
+    # There are only sends and receives: no multicast buffers. When a peer dies, heartbeats end this process in order;
+    # the group's own watchdog would abort it.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    return "nccl"
+
+
+def _gpus_of(
+    pairs: list[tuple[int, int]], num_stages: int, device: torch.device
+) -> list[tuple[tuple[int, bytes], tuple[int, bytes]]]:
+    """Every pair's ranks with the identities of their GPUs."""
+    own = torch.frombuffer(bytearray(device_identity(device)), dtype=torch.uint8)
+    gathered = [torch.empty(ID_BYTES, dtype=torch.uint8) for _ in range(num_stages)]
+    dist.all_gather(gathered, own)
+    names = [identity.numpy().tobytes() for identity in gathered]
+    return [((first, names[first]), (second, names[second])) for first, second in pairs]
+
+
+def _goes_direct(channel: StageChannel, first: tuple[int, bytes], second: tuple[int, bytes], device_type: str) -> bool:
+    shares_gpu = device_type == "cuda" and first[1] == second[1]
+    if channel is StageChannel.DIRECT and shares_gpu:
+        raise InvalidRequestError("stage_channel", f"direct: stages {first[0]} and {second[0]} share a GPU")
+    if channel is StageChannel.AUTO:
+        return device_type == "cuda" and not shares_gpu and dist.is_nccl_available()
+    return channel is StageChannel.DIRECT
