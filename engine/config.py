@@ -61,7 +61,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         stage_timeout_s: silence after which a stage counts as dead, or a step as hung.
         quarantine_s: how long pages stay out of use when nothing is known of their writer; above the transport's
             own timeout.
-        attention_backend: how planned steps attend; every stage settles AUTO for its own machine.
+        attention_backend: how planned steps attend; see `AttentionBackend`. Every stage settles AUTO for its own machine.
+        device_rounds: a decode's rounds have a fixed shape and keep their values on the device; see
+            `engine/device_rounds.py`. Slower on CPU, where it serves tests.
+        cuda_graphs: rounds of fixed shape are captured and replayed; no effect on CPU.
+        max_graph_batch: sequences of the largest captured round; larger ones run op by op.
+        overlap: a round is launched before the host has read the one before; needs `device_rounds`, and stages
+            that share a device.
         preempt_every: forced preemption every so many rounds, a test hook; 0 is off.
     """
 
@@ -87,6 +93,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     stage_timeout_s: float = 20.0
     quarantine_s: float = 60.0
     attention_backend: AttentionBackend = AttentionBackend.AUTO
+    device_rounds: bool = False
+    cuda_graphs: bool = True
+    max_graph_batch: int = 64
+    overlap: bool = True
     preempt_every: int = 0
 
     def __post_init__(self) -> None:
@@ -104,6 +114,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("devices", f"{self.devices} are of different kinds")
         if self.tree.speculates and self.draft_head is None:
             raise InvalidRequestError("draft_head", f"a tree of {self.tree.nodes} nodes needs a draft head")
+
+    @property
+    def rounds_ahead(self) -> int:
+        """Rounds of one microbatch that may be under way at once."""
+        is_threads = self.stage_mode is StageMode.THREADS and len(set(self.devices)) == 1
+        shares_device = self.num_stages == 1 or is_threads
+        return 2 if self.device_rounds and self.overlap and shares_device else 1
 
     @property
     def num_stages(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from graftline.engine.config import EngineConfig
 from graftline.engine.decode_request import DecodeRequest, Ending, Phase
+from graftline.engine.device_rounds import round_size
 from graftline.engine.engine_thread import EngineThread
 from graftline.engine.microbatch import Microbatch, MicrobatchSet
 from graftline.engine.pages import PageAllocator, num_pages_for
@@ -103,7 +104,7 @@ class DecodeScheduler:
         self._quarantine = Quarantine(self._pages, self._slots, config.quarantine_s)
         self._requests: dict[RequestKey, DecodeRequest] = {}
         self._line: deque[DecodeRequest] = deque()
-        self._batches = MicrobatchSet(config.num_stages)
+        self._batches = MicrobatchSet(config.num_stages, config.rounds_ahead)
         self._steps = itertools.count()
         self._orders = itertools.count()
         self._rounds_since_preemption = 0
@@ -180,8 +181,10 @@ class DecodeScheduler:
 
     def _schedule(self) -> None:
         self._reserve_from_line()
-        for batch in self._batches.idle():
+        for batch in list(self._batches.ready()):
             self._launch(batch)
+            if batch.steps and len(batch.steps) < self._config.rounds_ahead:
+                self._launch(batch)
         self._load = self._snapshot()
 
     def _beat(self) -> None:
@@ -194,7 +197,8 @@ class DecodeScheduler:
         self._failed = reason
         for request in list(self._requests.values()):
             self._forget(request)
-            request.deliver(DecodeFailed(reason))
+            if not request.ended:
+                request.deliver(DecodeFailed(reason))
         self._load = self._snapshot()
 
     # --- reservations ------------------------------------------------------------------------------------------
@@ -295,8 +299,14 @@ class DecodeScheduler:
         request.deliver(DecodeCancelled())
 
     def _end(self, request: DecodeRequest, ending: Ending) -> None:
-        self._forget(request)
+        self._retire(request)
         request.deliver(DecodeFinished(ending.reason, ending.stop_token_id, request.counts))
+
+    def _retire(self, request: DecodeRequest) -> None:
+        """Nothing more is wanted of a request. A round launched ahead still writes to its pages: they wait for it."""
+        request.ended = True
+        if not request.in_flight:
+            self._forget(request)
 
     def _preempt(self, request: DecodeRequest) -> None:
         assert not request.in_flight, "a request in flight cannot lose its pages"
@@ -307,14 +317,18 @@ class DecodeScheduler:
 
     def _launch(self, batch: Microbatch) -> None:
         """Starts a round of a microbatch, if it has anyone who can run."""
+        is_ahead = bool(batch.steps)
+        if is_ahead and not self._can_run_ahead(batch):
+            return
+        is_fixed = self._config.device_rounds and all(request.is_plain for request in batch.members)
         openings: list[SlotOpening] = []
         changes: list[PageChange] = []
         segments: list[Segment] = []
         for request in list(batch.members):
-            if request.phase is not Phase.RUNNING or request not in batch.members:
-                continue  # preempted for the sake of one before it
-            num_nodes = self._make_room(request)
-            if num_nodes == 0:
+            if request.phase is not Phase.RUNNING or request not in batch.members or not request.wants_rounds:
+                continue  # among others: preempted for the sake of one before it
+            segment = self._carry_on(request) if request.in_flight else self._start_over(request)
+            if segment is None:
                 continue
             if not request.opened:
                 openings.append(request.opening())
@@ -322,12 +336,45 @@ class DecodeScheduler:
             change = request.page_change()
             if change is not None:
                 changes.append(change)
-            segments.append(request.segment(num_nodes, grow=self._config.tree.speculates))
-            request.in_flight = True
+            segments.append(segment)
         if segments:
-            plan = StepPlan(next(self._steps), batch.index, openings, changes, segments, early_tokens=False)
-            batch.launched(plan.step)
+            size = round_size(len(segments), self._config.max_running) if is_fixed else 0
+            plan = StepPlan(next(self._steps), batch.index, openings, changes, segments, False, size)
+            batch.launched(plan.step, carries=is_fixed)
             self._pipeline.submit(plan)
+
+    def _can_run_ahead(self, batch: Microbatch) -> bool:
+        """Whether a round may start before the one under way was read: without taking anything from anybody, with
+        room for the worst case of both, and when no one waits for the microbatch to land.
+        """
+        if not batch.carries or not any(request.in_flight and request.wants_rounds for request in batch.members):
+            return False
+        missing = 0
+        for request in batch.members:
+            if request.preempt_wanted or request.preempt_forced or not request.is_plain:
+                return False
+            if request.phase is Phase.RUNNING and request.wants_rounds:
+                missing += max(0, self._pages_ahead(request) - len(request.pages))
+        return missing <= self._pages.num_available
+
+    def _pages_ahead(self, request: DecodeRequest) -> int:
+        """Pages for a round behind those under way, all of whose drafts may be accepted."""
+        tree = self._config.tree
+        path_len = tree.depth + 1 if tree.speculates else 1
+        slots = request.committed + len(request.launched) * path_len
+        nodes = tree.nodes if request.in_flight else request.next_tree().num_nodes
+        return num_pages_for(slots + nodes, self._config.page_size)
+
+    def _carry_on(self, request: DecodeRequest) -> Segment:
+        wanted = self._pages_ahead(request)
+        if wanted > len(request.pages):
+            request.pages += self._pages.allocate(wanted - len(request.pages))
+        return request.carried_segment(grow=self._config.tree.speculates)
+
+    def _start_over(self, request: DecodeRequest) -> Segment | None:
+        """A round from what the host knows; None when the request must wait, or was preempted."""
+        num_nodes = self._make_room(request)
+        return None if num_nodes == 0 else request.segment(num_nodes, grow=self._config.tree.speculates)
 
     def _make_room(self, request: DecodeRequest) -> int:
         """Nodes of the request's tree that its pages can hold, after getting more pages as far as possible.
@@ -336,10 +383,11 @@ class DecodeScheduler:
             0 when the request must wait, or was preempted itself.
         """
         page_size = self._config.page_size
-        missing = num_pages_for(request.committed + request.tree.num_nodes, page_size) - len(request.pages)
+        tree = request.next_tree()
+        missing = num_pages_for(request.committed + tree.num_nodes, page_size) - len(request.pages)
         if missing > 0:
             request.pages += self._pages.allocate(min(missing, self._pages.num_available))
-        nodes = min(request.tree.num_nodes, len(request.pages) * page_size - request.committed)
+        nodes = min(tree.num_nodes, len(request.pages) * page_size - request.committed)
         if nodes > 0:
             return nodes
         victim = self._batches.youngest()
@@ -355,19 +403,24 @@ class DecodeScheduler:
         by_slot = {request.slot: request for request in batch.members}
         for outcome in result.outcomes:
             request = by_slot[SlotId(outcome.slot)]
-            request.in_flight = False
+            request.landed()
             self._apply_outcome(request, outcome)
         self.totals.rounds += 1
         self._preempt_wanted(batch)
         self._force_preemption(batch)
 
     def _apply_outcome(self, request: DecodeRequest, outcome: SegmentOutcome) -> None:
+        if request.ended:
+            if not request.in_flight:
+                self._forget(request)
+            return
         if request.cancelled:
-            self._drop_cancelled(request)
+            if not request.in_flight:
+                self._drop_cancelled(request)
             return
         if outcome.error:
             self.totals.failures += 1
-            self._forget(request)
+            self._retire(request)
             request.deliver(DecodeFailed(outcome.error))
             return
         tokens, ending = request.apply(outcome)
@@ -392,9 +445,10 @@ class DecodeScheduler:
 
     def _preempt_wanted(self, batch: Microbatch) -> None:
         """Who was in flight when an older request needed its pages gives way now, if there still are none."""
-        for request in [member for member in batch.members if member.preempt_wanted]:
+        for request in [member for member in batch.members if not member.in_flight and not member.cancelled]:
+            is_needed = request.preempt_wanted and self._pages.num_available == 0
             request.preempt_wanted = False
-            if self._pages.num_available == 0:
+            if is_needed or request.preempt_forced:
                 self._preempt(request)
 
     def _force_preemption(self, batch: Microbatch) -> None:
@@ -404,7 +458,8 @@ class DecodeScheduler:
         self._rounds_since_preemption += 1
         if self._rounds_since_preemption >= self._config.preempt_every and batch.members:
             self._rounds_since_preemption = 0
-            self._preempt(batch.members[-1])
+            batch.members[-1].preempt_forced = True
+            self._preempt_wanted(batch)
 
     # --- looking in --------------------------------------------------------------------------------------------
 

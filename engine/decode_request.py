@@ -1,6 +1,7 @@
 """The state of one request on a decode engine, and the arithmetic of its rounds."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -32,12 +33,17 @@ class DecodeRequest:
 
     Attributes:
         committed: L, positions whose KV is final.
-        tree: what the next round verifies; its root is the bonus token.
+        tree: what was grown last; its root is the bonus token.
         accepted: nodes accepted in the last round, still to be moved by the stages.
         output_len: output tokens so far, those of earlier attempts included.
         limit_len: most tokens of prompt and output together.
         opened: whether the stages know the slot.
         told_pages: pages that the stages know.
+        launched: rounds under way, oldest first: nodes that each verifies, None for all of the tree that the one
+            before it leaves.
+        ended: nothing more is wanted of it; what it holds is given back once no round is under way.
+        preempt_wanted: an older request needs its pages.
+        preempt_forced: preempted whatever happens, as soon as no round is under way.
     """
 
     request: Request
@@ -52,13 +58,32 @@ class DecodeRequest:
     output_len: int = 0
     opened: bool = False
     told_pages: int = 0
-    in_flight: bool = False
+    launched: deque[int | None] = field(default_factory=deque)
     cancelled: bool = False
+    ended: bool = False
     preempt_wanted: bool = False
+    preempt_forced: bool = False
     order: int = 0
     verified_nodes: int = 0
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     arrived_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round is under way."""
+        return bool(self.launched)
+
+    @property
+    def wants_rounds(self) -> bool:
+        """Whether another round is of use, as far as the host knows: each under way emits one token at least."""
+        return not self.ended and not self.cancelled and self.remaining() > len(self.launched)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its rounds need no more than tokens: no logprobs, no bias, no ending forbidden from here on."""
+        request = self.request
+        is_free_to_end = self.output_len >= request.stopping.min_tokens or not request.stopping.ending_ids
+        return request.logprobs is None and not request.sampling.logit_bias and is_free_to_end
 
     def start(self, first_token: Token, tree: DraftTree) -> None:
         """The handoff is complete: the prompt is committed, the tree's root is the first token."""
@@ -66,7 +91,11 @@ class DecodeRequest:
         self.phase = Phase.RUNNING
         self.committed = len(self.request.token_ids)
         self.output_len = self.request.num_earlier_tokens + 1
-        self.tree = tree.pruned(self.max_depth())
+        self.tree = tree
+
+    def next_tree(self) -> DraftTree:
+        """What of the tree is worth verifying."""
+        return self.tree.pruned(self.max_depth())
 
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
@@ -98,18 +127,29 @@ class DecodeRequest:
 
     def segment(self, num_nodes: int, grow: bool) -> Segment:
         """The rows of the next round: the first `num_nodes` of the tree."""
-        self.verified_nodes = num_nodes
+        self.launched.append(num_nodes)
         accepted, self.accepted = self.accepted, []
+        tree = self.next_tree()
         return Segment(
             slot=int(self.slot),
             start=self.committed,
-            tokens=list(self.tree.tokens[:num_nodes]),
-            parents=list(self.tree.parents[:num_nodes]),
+            tokens=list(tree.tokens[:num_nodes]),
+            parents=list(tree.parents[:num_nodes]),
             first_sampled=0,
             next_token=-1,
             accepted=accepted,
             grow=grow,
         )
+
+    def carried_segment(self, grow: bool) -> Segment:
+        """The rows of a round launched before the one under way was read: whatever tree that one leaves."""
+        self.launched.append(None)
+        return Segment(int(self.slot), 0, [], None, 0, -1, [], grow, carry=True)
+
+    def landed(self) -> None:
+        """The oldest round under way is over."""
+        nodes = self.launched.popleft()
+        self.verified_nodes = self.tree.num_nodes if nodes is None else nodes
 
     def apply(self, outcome: SegmentOutcome) -> tuple[tuple[Token, ...], Ending | None]:
         """Takes a round's outcome in.
@@ -132,9 +172,8 @@ class DecodeRequest:
         self._count(len(emitted))
         self.output_len += len(emitted)
         self.committed += len(outcome.accepted)
-        self.accepted = outcome.accepted
-        tree = outcome.tree() or DraftTree.root_only(outcome.tokens[-1].token_id)
-        self.tree = tree if ending is not None else tree.pruned(self.max_depth())
+        self.accepted = [] if None in self.launched else outcome.accepted
+        self.tree = outcome.tree() or DraftTree.root_only(outcome.tokens[-1].token_id)
         return tuple(emitted), ending
 
     def _count(self, num_emitted: int) -> None:

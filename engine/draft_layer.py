@@ -26,6 +26,7 @@ from graftline.kernels.kv_write import write_kv
 from graftline.kernels.linear import LinearWeight, linear, pack_linear
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.rope import rope_
+from graftline.kernels.tree_batch import RowBatch
 from graftline.kernels.weight_arena import WeightArena
 
 
@@ -133,9 +134,10 @@ class DraftLayer:
         """Rows of `logits`."""
         return self.config.draft_vocab_size
 
-    def reaches(self, position: int) -> bool:
-        """Whether the head may run at this position: neither past its own context nor past the target's."""
-        return position < min(self.config.context_length, self._target.context_length)
+    @property
+    def position_limit(self) -> int:
+        """The head may run below this position: neither past its own context nor past the target's."""
+        return min(self.config.context_length, self._target.context_length)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of the target for ids of the draft vocabulary."""
@@ -151,7 +153,7 @@ class DraftLayer:
             outputs = rms_norm(outputs, self._norm, self.config.rms_norm_eps)
         return self._target.logits(outputs) if self._head is None else linear(outputs, self._head).float()
 
-    def forward(self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool) -> Tensor:
+    def forward(self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool) -> Tensor:
         """[rows, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV."""
         q, k, v, residual = self._inputs(feature, next_tokens, batch.positions)
         k_pages, v_pages = pool.layer_kv(pool.layers[0])

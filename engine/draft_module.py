@@ -7,6 +7,7 @@ from torch import Tensor
 from graftline.engine.kv_pool import KvPool
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.draft_growth import DraftGrowth
+from graftline.kernels.tree_batch import RowBatch
 
 
 class DraftModule(Protocol):
@@ -24,8 +25,9 @@ class DraftModule(Protocol):
     def vocab_size(self) -> int:
         """Rows of `logits`."""
 
-    def reaches(self, position: int) -> bool:
-        """Whether the head may run at this position."""
+    @property
+    def position_limit(self) -> int:
+        """The head may run at positions below this one."""
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of the target for ids of the draft vocabulary."""
@@ -36,7 +38,7 @@ class DraftModule(Protocol):
     def logits(self, outputs: Tensor) -> Tensor:
         """[rows, hidden] outputs -> [rows, draft_vocab] float32."""
 
-    def forward(self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool) -> Tensor:
+    def forward(self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool) -> Tensor:
         """[rows, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV."""
 
     def forward_newest(

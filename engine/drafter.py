@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftline.engine.device_growth import DeviceGrowth, grows_on_device
+from graftline.engine.device_rounds import RoundDrafter
 from graftline.engine.draft_module import DraftModule
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.pages import num_pages_for
@@ -53,6 +55,7 @@ class Drafter:
         self._layer = layer
         self._pool = pool
         self._shape = shape
+        self._device_growth = DeviceGrowth(layer, pool, shape) if grows_on_device(shape) else None
         self._page_size = pool.geometry.page_size
         self._pages_a_tree = scratch_pages_for(shape, self._page_size, 1)
         self._max_trees = pool.scratch_pages // self._pages_a_tree if self._pages_a_tree else 0
@@ -61,6 +64,12 @@ class Drafter:
     def feature_layers(self) -> tuple[int, ...]:
         """What the drafter wants of the target; see `DraftHeadConfig.feature_layers`."""
         return self._layer.feature_layers
+
+    @property
+    def for_rounds(self) -> RoundDrafter:
+        """The same for rounds of fixed shape, whose trees must fit them."""
+        assert self._device_growth is not None, f"{self._shape} does not fit rounds of fixed shape"
+        return RoundDrafter(self._layer, self._pool, self._device_growth)
 
     def extend(self, features: Tensor, next_tokens: Tensor, batch: AttentionBatch) -> Tensor:
         """Makes drafter rows final.
@@ -91,18 +100,36 @@ class Drafter:
         return trees
 
     def _grow(self, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
-        within = [index for index, root in enumerate(roots) if self._layer.reaches(root.start + self._shape.depth)]
+        within = [
+            index for index, root in enumerate(roots) if root.start + self._shape.depth < self._layer.position_limit
+        ]
         trees = [DraftTree.root_only(root.bonus_token) for root in roots]
         if within:
             grown = [roots[index] for index in within]
-            tables = self._scratch_tables(grown)
-            if self._layer.growth is None:
-                found = _Growth(self._layer, self._pool, self._shape, tables).run(outputs[within], grown)
-            else:
-                found = self._grow_at_once(self._layer.growth, outputs[within], grown, tables)
+            found = self._grow_within(outputs[within], grown)
             for index, tree in zip(within, found, strict=True):
                 trees[index] = tree
         return trees
+
+    def _grow_within(self, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
+        if outputs.is_cuda and self._device_growth is not None:
+            return self._grow_on_device(self._device_growth, outputs, roots)
+        tables = self._scratch_tables(roots)
+        if self._layer.growth is None:
+            return _Growth(self._layer, self._pool, self._shape, tables).run(outputs, roots)
+        return self._grow_at_once(self._layer.growth, outputs, roots, tables)
+
+    def _grow_on_device(self, growth: DeviceGrowth, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
+        columns = max(len(root.page_ids) for root in roots)
+        tables = [[*map(int, root.page_ids), *[0] * (columns - len(root.page_ids))] for root in roots]
+        bonus = torch.tensor([root.bonus_token for root in roots], device=outputs.device)
+        starts = torch.tensor([root.start for root in roots], dtype=torch.int32, device=outputs.device)
+        tokens, parents, counts = growth.grow(
+            outputs, bonus, starts, torch.tensor(tables, dtype=torch.int32, device=outputs.device)
+        )
+        found = torch.cat((counts.unsqueeze(1), tokens, parents), dim=1).tolist()  # one wait for all of it
+        nodes = self._shape.nodes
+        return [DraftTree(tuple(row[1 : 1 + row[0]]), tuple(row[1 + nodes : 1 + nodes + row[0]])) for row in found]
 
     def _grow_at_once(
         self, growth: DraftGrowth, outputs: Tensor, roots: Sequence[GrowthRoot], tables: Sequence[Sequence[int]]

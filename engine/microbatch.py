@@ -1,5 +1,6 @@
 """The groups in which running requests move through the stages."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,23 +12,30 @@ class Microbatch:
     """Requests that share their rounds.
 
     Attributes:
-        step: the round under way, or None.
+        steps: rounds under way, oldest first.
+        carries: the last round left on the device what the next one needs.
     """
 
     index: int
     members: list[DecodeRequest] = field(default_factory=list)
-    step: int | None = None
+    steps: deque[int] = field(default_factory=deque)
+    carries: bool = False
 
-    def launched(self, step: int) -> None:
+    def launched(self, step: int, *, carries: bool) -> None:
         """A round began."""
-        assert self.step is None, "a microbatch has one round at a time"
-        self.step = step
+        self.steps.append(step)
+        self.carries = carries
 
 
 class MicrobatchSet:
-    """As many microbatches as stages, filled evenly."""
+    """As many microbatches as stages, filled evenly.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        rounds_ahead: rounds that one microbatch may have under way.
+    """
+
+    def __init__(self, count: int, rounds_ahead: int = 1) -> None:
+        self._rounds_ahead = rounds_ahead
         self._batches = [Microbatch(index) for index in range(count)]
 
     @property
@@ -35,9 +43,9 @@ class MicrobatchSet:
         """Requests in all microbatches."""
         return sum(len(batch.members) for batch in self._batches)
 
-    def idle(self) -> Iterator[Microbatch]:
-        """Microbatches with members and no round under way."""
-        return (batch for batch in self._batches if batch.members and batch.step is None)
+    def ready(self) -> Iterator[Microbatch]:
+        """Microbatches with members that may start another round."""
+        return (batch for batch in self._batches if batch.members and len(batch.steps) < self._rounds_ahead)
 
     def add(self, request: DecodeRequest) -> None:
         """A request joins the emptiest microbatch."""
@@ -53,8 +61,9 @@ class MicrobatchSet:
     def landed(self, index: int, step: int) -> Microbatch:
         """The round `step` of a microbatch is over."""
         batch = self._batches[index]
-        assert batch.step == step, f"step {step} landed in a microbatch whose step is {batch.step}"
-        batch.step = None
+        assert batch.steps, f"step {step} landed in a microbatch without one"
+        oldest = batch.steps.popleft()
+        assert oldest == step, f"step {step} landed in a microbatch whose oldest step is {oldest}"
         return batch
 
     def youngest(self) -> DecodeRequest:

@@ -60,6 +60,8 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
         accepted: nodes accepted in the slot's previous round, the root first: their KV is moved to the end of
             the committed part before anything else. Empty when nothing was verified before.
         grow: whether a tree is wanted from the outcome.
+        carry: start, tokens, parents and accepted nodes are those that the slot's last round left on the device; the
+            fields here are empty (rounds of fixed shape only).
     """
 
     slot: int
@@ -70,6 +72,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     next_token: int
     accepted: list[int]
     grow: bool
+    carry: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -84,6 +87,7 @@ class StepPlan(_Message, frozen=True):
         step: counts up over all plans of one pipeline.
         microbatch: the group this round belongs to.
         early_tokens: answer with `StepTokens` before the drafter runs.
+        round_size: sequences that a round of fixed shape is padded to; 0 for a step of as many rows as it says.
     """
 
     step: int
@@ -92,11 +96,20 @@ class StepPlan(_Message, frozen=True):
     pages: list[PageChange]
     segments: list[Segment]
     early_tokens: bool
+    round_size: int = 0
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole step."""
+        """Rows of a step that is no round of fixed shape."""
         return sum(segment.num_rows for segment in self.segments)
+
+    def payload_rows(self, nodes: int) -> int:
+        """Rows of the hidden states that go from stage to stage.
+
+        Args:
+            nodes: V of the worker's trees: rows of every sequence in a round of fixed shape.
+        """
+        return self.round_size * nodes if self.round_size else self.num_rows
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

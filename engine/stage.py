@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from graftline.engine.device_rounds import DeviceRounds
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import Segment, StepPlan, StepResult, StepTokens
+from graftline.engine.round_results import RoundReader
 from graftline.engine.stage_states import StageStates
 from graftline.engine.step_gate import StepGate
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
@@ -29,6 +31,7 @@ class Stage:
         capture: features that this stage must take, as numbers of decoder layers passed.
         last: what only the last stage does, or None.
         states: recurrent state of the linear layers among them, None without any.
+        rounds: its part of decode rounds of fixed shape, None where there are none.
         gate: told when a step's KV is written.
     """
 
@@ -43,6 +46,7 @@ class Stage:
         gate: StepGate,
         device: torch.device,
         states: StageStates | None = None,
+        rounds: DeviceRounds | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -52,6 +56,8 @@ class Stage:
         self._gate = gate
         self._device = device
         self._states = states
+        self.rounds = rounds
+        self._reader = RoundReader(rounds.state) if rounds is not None and last is not None else None
         self._pages: dict[int, list[int]] = {}
 
     def execute(self, plan: StepPlan, payload: Tensor | None, emit: Emit) -> Tensor | None:
@@ -72,6 +78,10 @@ class Stage:
             pages = self._pages[change.slot]
             del pages[change.first_index :]
             pages.extend(change.page_ids)
+        if self.rounds is not None:
+            self.rounds.learn(plan)
+        if plan.round_size:
+            return self._execute_round(plan, payload, emit)
         self._compact(plan.segments)
         batch = self._batch(plan.segments)
         states = None
@@ -86,6 +96,14 @@ class Stage:
             return torch.cat((hidden, *features), dim=-1) if features else hidden
         self._last.finish(plan, hidden, features, self._pages, emit)
         self._gate.mark(plan.step, drafter=True)
+        return None
+
+    def _execute_round(self, plan: StepPlan, payload: Tensor | None, emit: Emit) -> Tensor | None:
+        assert self.rounds is not None, "a round of fixed shape on a stage that was not built for them"
+        output = self.rounds.run(plan, payload)
+        if self._reader is None:
+            return output.clone()  # the next round of this size overwrites it
+        self._reader.read(plan, output, emit)
         return None
 
     def _enter(self, plan: StepPlan, payload: Tensor | None) -> tuple[Tensor, list[Tensor]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from graftline.engine.config import MTP_HEAD, EngineConfig
+from graftline.engine.device_rounds import DeviceRounds, round_sizes
 from graftline.engine.draft_choice import chosen_head, head_named
 from graftline.engine.draft_layer import DraftLayer, TargetHead
 from graftline.engine.draft_module import DraftModule
@@ -26,6 +27,7 @@ from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.load import load_model
 from graftline.engine.models.qwen3_next_mtp import MtpModule
 from graftline.engine.models.target_model import TargetModel
+from graftline.engine.round_state import RoundState
 from graftline.engine.stage import Stage
 from graftline.engine.stage_states import StageStates
 from graftline.engine.state_pool import StatePool
@@ -45,8 +47,23 @@ class BuiltStage:
     gate: StepGate
 
 
-def build_stage(config: EngineConfig, index: int) -> BuiltStage:
+def shared_round_state(config: EngineConfig) -> RoundState | None:
+    """What the stages of a worker share of their rounds of fixed shape: None unless they all are on one device."""
+    if not config.device_rounds or config.num_stages == 1 or len(set(config.devices)) > 1:
+        return None
+    return _round_state(config, open_checkpoint(Path(config.model)).config, torch.device(config.stage_device(0)))
+
+
+def _round_state(config: EngineConfig, target: ModelConfig, device: torch.device) -> RoundState:
+    longest = min(target.context_length, config.num_pages * config.page_size)
+    return RoundState(config.max_running, longest, config.tree, config.page_size, device)
+
+
+def build_stage(config: EngineConfig, index: int, round_state: RoundState | None = None) -> BuiltStage:
     """Loads what stage `index` owns.
+
+    Args:
+        round_state: what stages on one device share of their rounds; None: the stage's own.
 
     Raises:
         InvalidRequestError: the split does not fit the model, or the draft head does not fit the target.
@@ -76,6 +93,23 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
     drafter, draft_pool = None, None
     if is_last and drafts:
         drafter, draft_pool = _build_drafter(config, checkpoint, model, attention)
+    rounds = None
+    if config.device_rounds:
+        rounds = DeviceRounds(
+            model,
+            pool,
+            round_state or _round_state(config, target, device),
+            is_first=is_first,
+            is_last=is_last,
+            capture=captured_layers(config, target, index),
+            num_earlier_features=sum(len(captured_layers(config, target, stage)) for stage in range(index)),
+            drafter=None if drafter is None else drafter.for_rounds,
+            graphs=config.cuda_graphs,
+            max_graph_batch=config.max_graph_batch,
+            shares_state=round_state is not None,
+        )
+        if device.type == "cuda":
+            rounds.capture(round_sizes(config.max_running))
     stage = Stage(
         model,
         pool,
@@ -85,6 +119,7 @@ def build_stage(config: EngineConfig, index: int) -> BuiltStage:
         gate=gate,
         device=device,
         states=states,
+        rounds=rounds,
     )
     pools = StagePools(index, pool, draft_pool, None if states is None else states.pool)
     _check_planned(config, target, pools, states)

@@ -16,14 +16,14 @@ from torch import Tensor
 from graftline.kernels.activation import silu_mul
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
-from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.checks import check_rows
-from graftline.kernels.kv_write import check_pages, write_kv
+from graftline.kernels.kv_write import check_pages
 from graftline.kernels.linear import LinearWeight, linear
 from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.native_structs import NativeLayer, NativeLayers, NativePages, native_batch, native_pages
 from graftline.kernels.norm import add_rms_norm, rms_norm
-from graftline.kernels.rope import rope_
+from graftline.kernels.qkv_placing import place_qkv
+from graftline.kernels.tree_batch import RowBatch, TreeBatch
 
 
 class DecoderLayerWeights(Protocol):
@@ -144,7 +144,7 @@ class DenseLayers:
         return len(self._layers)
 
     def run(
-        self, hidden: Tensor, batch: AttentionBatch, pages: LayerPages, capture: Collection[int] = ()
+        self, hidden: Tensor, batch: RowBatch, pages: LayerPages, capture: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Runs all layers and writes the rows' KV.
 
@@ -173,7 +173,7 @@ class DenseLayers:
         if any(not 1 <= n <= self.num_layers for n in capture):
             raise ValueError(f"capture: {sorted(capture)} of {self.num_layers} layers")
         library = native_library() if hidden.device.type == "cpu" else None
-        if library is None or self._native is None:
+        if library is None or self._native is None or isinstance(batch, TreeBatch):
             return self.run_composed(hidden, batch, pages, capture)
         check_rows("hidden", hidden)
         rows = batch.num_rows
@@ -195,32 +195,51 @@ class DenseLayers:
         return stream, features
 
     def run_composed(
-        self, hidden: Tensor, batch: AttentionBatch, pages: LayerPages, capture: Collection[int] = ()
+        self, hidden: Tensor, batch: RowBatch, pages: LayerPages, capture: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The same by single ops: the specification, and the way on CUDA."""
-        features = {}
-        for index, (weights, (k_pages, v_pages)) in enumerate(zip(self._layers, pages.layers, strict=True), start=1):
-            hidden = self._run_layer(hidden, weights, batch, k_pages, v_pages)
+        features: dict[int, Tensor] = {}
+        change: Tensor | None = None  # what the layer before adds to the stream: one launch with the norm after it
+        for index, (weights, (k_pages, v_pages)) in enumerate(zip(self._layers, pages.layers, strict=True)):
+            if change is None:
+                normed = rms_norm(hidden, weights.input_norm, self._shape.eps)
+            else:
+                normed, hidden = add_rms_norm(change, hidden, weights.input_norm, self._shape.eps)
             if index in capture:
                 features[index] = hidden
+            hidden, change = self._run_layer(normed, hidden, weights, batch, k_pages, v_pages)
+        assert change is not None
+        hidden = hidden + change
+        if self.num_layers in capture:
+            features[self.num_layers] = hidden
         return hidden, features
 
     def _run_layer(
-        self, hidden: Tensor, weights: DecoderLayerWeights, batch: AttentionBatch, k_pages: Tensor, v_pages: Tensor
-    ) -> Tensor:
-        shape, eps = self._shape, self._shape.eps
-        qkv = linear(rms_norm(hidden, weights.input_norm, eps), weights.qkv)
-        heads = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        q = heads[:, : shape.num_heads]
-        k = heads[:, shape.num_heads : shape.num_heads + shape.num_kv_heads]
-        v = heads[:, shape.num_heads + shape.num_kv_heads :]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
-        rope_(q, k, batch.positions, shape.cos, shape.sin)
-        write_kv(k, v, k_pages, v_pages, batch)
+        self,
+        normed: Tensor,
+        hidden: Tensor,
+        weights: DecoderLayerWeights,
+        batch: RowBatch,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """One layer behind its first norm: the residual stream after attention, and what the MLP adds to it."""
+        shape = self._shape
+        q = place_qkv(
+            linear(normed, weights.qkv),
+            k_pages,
+            v_pages,
+            batch,
+            batch.positions,
+            shape.cos,
+            shape.sin,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            eps=shape.eps,
+        )
         attended = linear(self._attention(q, k_pages, v_pages, batch, shape.scale).flatten(1), weights.output)
-        normed, hidden = add_rms_norm(attended, hidden, weights.post_norm, eps)
-        return hidden + linear(silu_mul(linear(normed, weights.gate_up)), weights.down)
+        normed, hidden = add_rms_norm(attended, hidden, weights.post_norm, shape.eps)
+        return hidden, linear(silu_mul(linear(normed, weights.gate_up)), weights.down)
 
     @property
     def _scratch_floats_a_row(self) -> int:

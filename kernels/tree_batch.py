@@ -5,9 +5,12 @@ tensors round after round. Pure description; knows neither models nor requests.
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from graftline.kernels.attention_batch import AttentionBatch
 
 MAX_TAIL = 64
 
@@ -74,3 +77,7 @@ def check_tree_batch(batch: TreeBatch) -> None:
     for name, value, dtype, shape in fields:
         if value.dtype != dtype or value.shape != shape or not value.is_contiguous():
             raise ValueError(f"{name}: {value.dtype} {tuple(value.shape)}, contiguous {dtype} {shape} is wanted")
+
+
+RowBatch: TypeAlias = AttentionBatch | TreeBatch
+"""Rows of a forward, in either form."""

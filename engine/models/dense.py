@@ -18,10 +18,10 @@ from graftline.engine.models.target_model import KvViews, StateViews
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
-from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
 from graftline.kernels.linear import LinearWeight, linear, pack_linear, unpack_rows
 from graftline.kernels.norm import rms_norm
+from graftline.kernels.tree_batch import RowBatch
 from graftline.kernels.weight_arena import WeightArena
 
 # Draft nodes may stand past the context's end before they are cut; their rotations must exist.
@@ -111,7 +111,7 @@ class DenseModel:
     def run_layers(
         self,
         hidden: Tensor,
-        batch: AttentionBatch,
+        batch: RowBatch,
         kv: KvViews,
         capture: Sequence[int] = (),
         states: StateViews | None = None,

@@ -26,6 +26,7 @@ from graftline.kernels.kv_write import write_kv
 from graftline.kernels.linear import LinearWeight, linear, unpack_rows
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.rope import rope_
+from graftline.kernels.tree_batch import RowBatch
 
 # Draft nodes may stand past the context's end before they are cut; their rotations must exist.
 POSITIONS_PAST_CONTEXT = 256
@@ -108,12 +109,13 @@ class Qwen3NextModel:
     def run_layers(
         self,
         hidden: Tensor,
-        batch: AttentionBatch,
+        batch: RowBatch,
         kv: KvViews,
         capture: Sequence[int] = (),
         states: StateViews | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `TargetModel`."""
+        assert isinstance(batch, AttentionBatch), "hybrid models have no rounds of fixed shape"
         features = {0: hidden} if self.layers.start == 0 and 0 in capture else {}
         for layer, block in self._blocks.items():
             normed = rms_norm(hidden, block.input_norm, self.config.rms_norm_eps)

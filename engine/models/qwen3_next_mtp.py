@@ -21,6 +21,7 @@ from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.draft_growth import DraftGrowth
 from graftline.kernels.linear import linear
 from graftline.kernels.norm import rms_norm
+from graftline.kernels.tree_batch import RowBatch
 
 
 class MtpModule:
@@ -64,9 +65,10 @@ class MtpModule:
         """Rows of `logits`."""
         return self._config.vocab_size
 
-    def reaches(self, position: int) -> bool:
+    @property
+    def position_limit(self) -> int:
         """See `DraftModule`."""
-        return position < self._config.context_length
+        return self._config.context_length
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """The same: the vocabulary is the target's."""
@@ -80,8 +82,9 @@ class MtpModule:
         """See `DraftModule`."""
         return self._logits(outputs)
 
-    def forward(self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool) -> Tensor:
-        """See `DraftModule`."""
+    def forward(self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool) -> Tensor:
+        """See `DraftModule`; hybrid models have no rounds of fixed shape."""
+        assert isinstance(batch, AttentionBatch), "hybrid models have no rounds of fixed shape"
         return self._run(feature, next_tokens, batch, pool, None)
 
     def forward_newest(

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from graftline.engine.models.config import ModelConfig
-from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.linear import LinearWeight
 from graftline.kernels.state_rows import StateRows
+from graftline.kernels.tree_batch import RowBatch
 
 
 class KvViews(Protocol):
@@ -73,7 +73,7 @@ class TargetModel(Protocol):
     def run_layers(
         self,
         hidden: Tensor,
-        batch: AttentionBatch,
+        batch: RowBatch,
         kv: KvViews,
         capture: Sequence[int] = (),
         states: StateViews | None = None,

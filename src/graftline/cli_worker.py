@@ -74,6 +74,8 @@ ENGINE_OPTIONS = (
     Option("max_queued", int, "Waiting requests beyond which new ones are refused.", _MEMORY, 1),
     Option("prefix_cache", bool, "A prefill keeps the KV of prompts for later ones.", _MEMORY),
     Option("verify_state", VerifyMode, "Of draft nodes, in models with recurrent state: states or inputs.", _MEMORY),
+    Option("cuda_graphs", bool, "Capture decode rounds and replay them, on a GPU.", _PIPELINE),
+    Option("overlap", bool, "Launch a decode round before the last one is read, on a GPU.", _PIPELINE),
     Option("quarantine_s", float, "How long pages of a lost prefill stay out of use.", _MEMORY, 0),
     Option("preempt_every", int, "Force a preemption every so many rounds; 0: never.", _TESTS, 0),
 )

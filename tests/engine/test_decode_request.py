@@ -43,6 +43,14 @@ def outcome(tokens: list[int], tree: DraftTree | None = None) -> SegmentOutcome:
     )
 
 
+def land(state: DecodeRequest, outcome: SegmentOutcome) -> tuple[tuple[Token, ...], Ending | None]:
+    """A round comes home."""
+    if not state.in_flight:
+        state.segment(state.next_tree().num_nodes, grow=True)
+    state.landed()
+    return state.apply(outcome)
+
+
 @pytest.mark.parametrize("offset", range(4))
 def test_eos_anywhere_in_an_accepted_run_ends_it_there(offset: int) -> None:
     """CASES S03, S38: nothing behind the end is emitted or counted as accepted."""
@@ -50,7 +58,7 @@ def test_eos_anywhere_in_an_accepted_run_ends_it_there(offset: int) -> None:
     run[offset] = EOS
     state = started(Stopping(100, eos_token_ids=frozenset({EOS})))
     state.segment(4, grow=True)
-    tokens, ending = state.apply(outcome(run))
+    tokens, ending = land(state, outcome(run))
     assert [token.token_id for token in tokens] == run[: offset + 1]
     assert ending == Ending(FinishReason.STOP, EOS)
     assert state.counts == SpeculationCounts(1, 3, offset, 3, offset)
@@ -59,13 +67,13 @@ def test_eos_anywhere_in_an_accepted_run_ends_it_there(offset: int) -> None:
 @pytest.mark.parametrize("stop_ids", [frozenset({21}), frozenset({24, 21})])
 def test_stop_ids_end_as_eos_does(stop_ids: frozenset[int]) -> None:
     state = started(Stopping(100, stop_token_ids=stop_ids, eos_token_ids=frozenset({EOS})))
-    assert state.apply(outcome([21, 22]))[1] == Ending(FinishReason.STOP, 21)
+    assert land(state, outcome([21, 22]))[1] == Ending(FinishReason.STOP, 21)
 
 
 def test_ids_that_do_not_end_the_request_are_like_any_other() -> None:
     """CASES S04: with the end ignored, EOS is one more token."""
     state = started(Stopping(100))
-    tokens, ending = state.apply(outcome([EOS, EOS, 24]))
+    tokens, ending = land(state, outcome([EOS, EOS, 24]))
     assert (len(tokens), ending) == (3, None)
 
 
@@ -75,14 +83,14 @@ def test_max_tokens_cuts_a_run(max_tokens: int) -> None:
     state = started(Stopping(max_tokens))
     assert state.max_depth() == max_tokens - 2, "a round emits at most depth + 1 tokens"
     assert state.tree.num_nodes == min(4, max_tokens - 1)
-    tokens, ending = state.apply(outcome([21, 22, 23, 24][:max_tokens]))
+    tokens, ending = land(state, outcome([21, 22, 23, 24][:max_tokens]))
     assert len(tokens) == min(4, max_tokens - 1)
     assert (ending == Ending(FinishReason.LENGTH)) is (max_tokens <= 5)
 
 
 def test_an_end_beats_the_limit_on_the_same_token() -> None:
     state = started(Stopping(2, eos_token_ids=frozenset({EOS})))
-    assert state.apply(outcome([EOS]))[1] == Ending(FinishReason.STOP, EOS)
+    assert land(state, outcome([EOS]))[1] == Ending(FinishReason.STOP, EOS)
 
 
 @pytest.mark.parametrize(("limit", "new_tokens"), [(6, 0), (7, 1), (8, 2), (10, 4), (12, 4)])
@@ -94,7 +102,7 @@ def test_the_context_ends_a_request_at_exactly_its_last_position(limit: int, new
         assert state.ending_before_start() == Ending(FinishReason.LENGTH)
         return
     assert state.ending_before_start() is None
-    tokens, ending = state.apply(outcome([21, 22, 23, 24]))
+    tokens, ending = land(state, outcome([21, 22, 23, 24]))
     assert len(tokens) == new_tokens
     assert ending == (Ending(FinishReason.LENGTH) if limit <= 10 else None)
 
@@ -128,7 +136,7 @@ def test_a_round_commits_what_it_accepted() -> None:
     )
     grown = DraftTree((40, 41, 42), (-1, 0, 0))
     accepted = SegmentOutcome(0, [0, 2], [SampledToken(21), SampledToken(40)], [40, 41, 42], [-1, 0, 0])
-    state.apply(accepted)
+    land(state, accepted)
     assert (state.committed, state.output_len, state.tree) == (7, 3, grown)
     following = state.segment(2, grow=False)
     assert (following.start, following.tokens, following.parents, following.grow) == (7, [40, 41], [-1, 0], False)
@@ -138,7 +146,7 @@ def test_a_round_commits_what_it_accepted() -> None:
 
 def test_without_a_grown_tree_the_bonus_token_stands_alone() -> None:
     state = started(Stopping(100), tree=DraftTree.root_only(20))
-    state.apply(outcome([33]))
+    land(state, outcome([33]))
     assert state.tree == DraftTree.root_only(33)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from graftline.engine.config import MTP_HEAD, EngineConfig, Role, StageMode
+from graftline.engine.device_growth import grows_on_device
 from graftline.engine.draft_choice import carries_mtp, head_named
 from graftline.engine.draft_head.config import DraftHeadConfig
 from graftline.engine.layer_split import automatic_split, last_stage_cost, parse_split
@@ -50,6 +51,8 @@ class EngineOptions:
         memory_mib: for the pools of the largest stage.
         prefix_cache: has no effect on models with recurrent state, which have none.
         verify_state: what a decode keeps of draft nodes, of models with recurrent state.
+        cuda_graphs: decode rounds are captured and replayed on CUDA.
+        overlap: on CUDA a decode launches its next round before it has read the last one.
         threads: CPU threads of every stage; 0: the machine's cores shared between the stages.
     """
 
@@ -74,6 +77,8 @@ class EngineOptions:
     max_queued: int = 1024
     prefix_cache: bool = True
     verify_state: VerifyMode = VerifyMode.SNAPSHOT
+    cuda_graphs: bool = True
+    overlap: bool = True
     threads: int = 0
     stage_timeout_s: float = 20.0
     quarantine_s: float = 60.0
@@ -110,6 +115,9 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
         real_trees=options.initial_tree is InitialTree.REAL,
         prefix_cache=options.prefix_cache and not model.linear_layers(range(model.num_layers)),
         verify_state=options.verify_state,
+        device_rounds=has_device_rounds(options.device, role, model, tree),
+        cuda_graphs=options.cuda_graphs,
+        overlap=options.overlap,
         threads=options.threads or threads_per_stage(options.stages),
         stage_timeout_s=options.stage_timeout_s,
         quarantine_s=options.quarantine_s,
@@ -119,6 +127,12 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
         return config
     pages = pages_within(config, model, head, options.memory_mib * _MIB)
     return msgspec.structs.replace(config, num_pages=min(pages, most_useful_pages(options, model)))
+
+
+def has_device_rounds(device: str, role: Role, model: ModelConfig, tree: TreeShape) -> bool:
+    """Whether a worker's rounds have a fixed shape: on CUDA, without recurrent state, with trees that fit masks."""
+    is_hybrid = bool(model.linear_layers(range(model.num_layers)))
+    return device.startswith("cuda") and role is Role.DECODE and not is_hybrid and grows_on_device(tree)
 
 
 def find_draft_head(options: EngineOptions, model_path: Path) -> str | None:

@@ -1,0 +1,179 @@
+"""What the device knows of every running request between two rounds of fixed shape.
+
+A round reads its sequences' rows of these tables and writes them back; the host writes only rows of requests whose
+values it knows better (a handoff just ended, or a step of another kind came between).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftline.engine.pages import num_pages_for
+from graftline.engine.plan import PageChange, Segment, SlotOpening
+from graftline.engine.round_order import RoundOrder
+from graftline.engine.tree_shape import TreeShape
+from graftline.kernels.sample import SamplingRows
+
+_START, _NODES, _ACCEPTED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRows:
+    """Rows of the table, [sequences, ...] each.
+
+    Attributes:
+        slots: [sequences] int64; the padding slot for sequences that are none.
+        start: [sequences] int32 committed length L.
+        accepted: [sequences, S + 1] int32 nodes of the last round whose KV is not moved yet, padded with -1.
+        tokens: [sequences, V] int64.
+        parents: [sequences, V] int64.
+        num_nodes: [sequences] int64 nodes to verify; 0 for padding.
+        page_tables: [sequences, max_pages] int32.
+    """
+
+    slots: Tensor
+    start: Tensor
+    accepted: Tensor
+    tokens: Tensor
+    parents: Tensor
+    num_nodes: Tensor
+    page_tables: Tensor
+
+
+class RoundState:
+    """Tables of all request slots and, behind them, one for padding.
+
+    Args:
+        num_slots: request slots.
+        max_len: most tokens of prompt and output of a request.
+        shape: of the trees.
+    """
+
+    def __init__(self, num_slots: int, max_len: int, shape: TreeShape, page_size: int, device: torch.device) -> None:
+        self.shape = shape
+        self.page_size = page_size
+        self.device = device
+        self.padding_slot = num_slots
+        self.order = RoundOrder(device)
+        # Rounds run ahead of the host: one more tree than the last that counts may be written.
+        self.max_pages = num_pages_for(max_len + 2 * (self.path_len + shape.nodes), page_size)
+        self._tokens_at = _ACCEPTED + self.path_len
+        self._parents_at = self._tokens_at + shape.nodes
+        width = self._parents_at + shape.nodes
+        self._rows = torch.zeros(num_slots + 1, width, dtype=torch.int64, device=device)
+        self._rows[:, _ACCEPTED : self._tokens_at] = -1
+        self._pages = torch.zeros(num_slots + 1, self.max_pages, dtype=torch.int32, device=device)
+        self._limits = torch.zeros(num_slots + 1, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
+        self._limits[:, 1] = 1.0
+        self._draws = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)  # top_k, seed
+
+    @property
+    def path_len(self) -> int:
+        """Most tokens a round emits for a request."""
+        return self.shape.depth + 1 if self.shape.speculates else 1
+
+    def open(self, openings: Sequence[SlotOpening]) -> None:
+        """Requests take slots: how they are sampled."""
+        if not openings:
+            return
+        slots = self._upload([opening.slot for opening in openings], torch.int64)
+        limits = [[opening.temperature, opening.top_p, opening.min_p] for opening in openings]
+        draws = [[opening.top_k, _signed(opening.seed)] for opening in openings]
+        self._limits.index_copy_(0, slots, self._upload(limits, torch.float32))
+        self._draws.index_copy_(0, slots, self._upload(draws, torch.int64))
+
+    def change_pages(self, changes: Sequence[PageChange]) -> None:
+        """Page tables get longer."""
+        entries = [
+            (change.slot, change.first_index + index, page)
+            for change in changes
+            for index, page in enumerate(change.page_ids)
+            if change.first_index + index < self.max_pages
+        ]
+        if not entries:
+            return
+        slots, columns, pages = self._upload([list(column) for column in zip(*entries, strict=True)], torch.int64)
+        self._pages.index_put_((slots, columns), pages.int())
+
+    def begin(self, segments: Sequence[Segment], slots: Tensor, *, tell: bool) -> None:
+        """Readies a round.
+
+        Args:
+            segments: its requests; those that carry nothing from the device bring their values.
+            slots: [sequences] int64, filled with the requests' slots, then with padding.
+            tell: take those values in; False where another stage has.
+        """
+        padded = [segment.slot for segment in segments]
+        padded += [self.padding_slot] * (slots.shape[0] - len(padded))
+        told = [segment for segment in segments if tell and not segment.carry]
+        packed = padded + [value for segment in told for value in (segment.slot, *self._row(segment))]
+        values = self._upload(packed, torch.int64)
+        slots.copy_(values[: len(padded)])
+        if told:
+            rows = values[len(padded) :].view(len(told), -1)
+            self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
+
+    def read(self, slots: Tensor) -> RoundRows:
+        """The values of [sequences] slots, as of this point of the device's stream."""
+        rows = self._rows[slots]
+        return RoundRows(
+            slots=slots,
+            start=rows[:, _START].int(),
+            accepted=rows[:, _ACCEPTED : self._tokens_at].int(),
+            tokens=rows[:, self._tokens_at : self._parents_at].contiguous(),
+            parents=rows[:, self._parents_at :].contiguous(),
+            num_nodes=rows[:, _NODES].contiguous(),
+            page_tables=self._pages[slots],
+        )
+
+    def write(self, rows: RoundRows) -> Tensor:
+        """Keeps what a round left; slots of padding get nothing to verify.
+
+        Returns:
+            [sequences, width] the rows as written, for `unpack`.
+        """
+        is_real = (rows.slots != self.padding_slot).unsqueeze(1)
+        counts = torch.stack((rows.start.long(), rows.num_nodes), dim=1) * is_real
+        accepted = torch.where(is_real, rows.accepted.long(), -1)
+        packed = torch.cat((counts, accepted, rows.tokens, rows.parents), dim=1)
+        self._rows.index_copy_(0, rows.slots, packed)
+        return packed
+
+    def unpack(self, row: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """One row of `write` on the host: (accepted nodes, tokens, parents of the tree)."""
+        nodes = row[_NODES]
+        accepted = [node for node in row[_ACCEPTED : self._tokens_at] if node >= 0]
+        tokens = list(row[self._tokens_at : self._tokens_at + nodes])
+        return accepted, tokens, list(row[self._parents_at : self._parents_at + nodes])
+
+    def sampling(self, slots: Tensor, *, is_greedy: bool) -> SamplingRows:
+        """Sampling parameters of [rows] slots."""
+        limits, draws = self._limits[slots], self._draws[slots]
+        return SamplingRows(
+            temperature=limits[:, 0].contiguous(),
+            top_k=draws[:, 0].int(),
+            top_p=limits[:, 1].contiguous(),
+            min_p=limits[:, 2].contiguous(),
+            seed=draws[:, 1].contiguous(),
+            is_greedy=is_greedy,
+        )
+
+    def _row(self, segment: Segment) -> list[int]:
+        assert segment.parents is not None, "a round verifies trees"
+        assert segment.num_rows <= self.shape.nodes, f"{segment.num_rows} nodes in trees of {self.shape.nodes}"
+        accepted = [*segment.accepted, *[-1] * (self.path_len - len(segment.accepted))]
+        filler = [0] * (self.shape.nodes - segment.num_rows)
+        return [segment.start, segment.num_rows, *accepted, *segment.tokens, *filler, *segment.parents, *filler]
+
+    def _upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        """Without a wait: the caching host allocator keeps the pinned source until the copy is done."""
+        if self.device.type != "cuda":
+            return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
+
+
+def _signed(seed: int) -> int:
+    """64 bits of a seed as int64."""
+    return ((seed + (1 << 63)) % (1 << 64)) - (1 << 63)
