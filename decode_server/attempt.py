@@ -15,6 +15,7 @@ import grpc
 from graftline.decode_server import handoff
 from graftline.decode_server.peers import Peer
 from graftline.decode_server.settings import ServiceSettings
+from graftline.decode_server.traces import AttemptTrace
 from graftline.engine.request import FinishReason, Request, Token, TreeOrigin
 from graftline.engine.service_api import (
     DecodeEngine,
@@ -101,6 +102,7 @@ class Attempt:
         settings: ServiceSettings,
         on_ended: Callable[["Attempt"], None],
         on_quarantine: Callable[[], None],
+        trace: AttemptTrace,
     ) -> None:
         assert peer.incarnation is not None, "the peer is paired"
         self.request = request
@@ -114,6 +116,7 @@ class Attempt:
         self._settings = settings
         self._on_ended = on_ended
         self._on_quarantine = on_quarantine
+        self._trace = trace
         self._state = handoff.State(wants_pages=request.num_earlier_tokens + 1 < request.stopping.max_tokens)
         self._posted: deque[handoff.Message] = deque()
         self._first_token: Token | None = None
@@ -214,12 +217,14 @@ class Attempt:
             self._posted.popleft()
 
     def _step(self, message: handoff.Message) -> None:
+        self._trace.saw(message)
         self._state, actions = handoff.step(self._state, message)
         for action in actions:
             self._do(action)
         if self._state.leg_over and not self._leg_closed:
             self._close_leg()
         if self._state.ended:
+            self._trace.ended()
             self._on_ended(self)
 
     def _do(self, action: handoff.Action) -> None:

@@ -104,6 +104,7 @@ async def running_decode(config: DecodeConfig, start: DecodeStarter = start_engi
             spawn=tasks.start,
             metadata=config.worker.peer_access.metadata,
             metrics=DecodeMetrics(host.metrics),
+            tracer=config.worker.tracer,
         )
         host.rpc.add(add_DecodeServiceServicer_to_server, service, SERVICE_NAME)
         await stack.enter_async_context(host.serving(service))

@@ -16,6 +16,7 @@ from graftline.decode_server import handoff
 from graftline.decode_server.attempt import Attempt
 from graftline.decode_server.peers import Peer, PrefillPeers
 from graftline.decode_server.settings import ServiceSettings
+from graftline.decode_server.traces import AttemptTrace, call_attributes
 from graftline.engine.request import Request, RequestKey, Token, TreeOrigin
 from graftline.engine.service_api import DecodeEngine, HandoffCounts, SpeculationCounts
 from graftline.errors import (
@@ -30,6 +31,7 @@ from graftline.proto.channel import Metadata
 from graftline.proto.status import Leg, abort_with, rpc_border
 from graftline.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from graftline.proto.validation import ModelLimits, check_decode_request
+from graftline.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 from graftline.worker.metrics import DecodeMetrics
 from graftline.worker.translate import (
     finish_reason_message,
@@ -56,8 +58,9 @@ class Spawn(Protocol):
 class Call:
     """What one `Generate` has emitted and counted over its attempts."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, span: Span = NO_SPAN) -> None:
         self.request = request
+        self.span = span
         self.emitted: list[Token] = []
         self.speculation = SpeculationCounts()
         self.handoff = HandoffCounts()
@@ -141,6 +144,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         spawn: Spawn,
         metrics: DecodeMetrics,
         metadata: Metadata = (),
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._identity = identity
         self._engine = engine
@@ -151,6 +155,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._spawn = spawn
         self._metrics = metrics
         self._metadata = metadata
+        self._tracer = tracer
         self._admitting = True
         self._num_calls = 0
         self._open: set[Attempt] = set()
@@ -189,8 +194,12 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         async with rpc_border(context, leg=Leg.DECODE):
             self._admit()
             check_decode_request(request, self._limits)
-            call = Call(request_from(request, self._eos_token_ids))
-            outcome = await self._counted(call, request, context)
+            noun = request_from(request, self._eos_token_ids)
+            with self._tracer.start("graftline.decode", context.invocation_metadata(), call_attributes(noun)) as span:
+                call = Call(noun, span)
+                outcome = await self._counted(call, request, context)
+                if isinstance(outcome, handoff.Failed):
+                    span.fail(str(outcome.error))
             if isinstance(outcome, handoff.Failed):
                 await abort_with(context, outcome.error, leg=outcome.leg, speculation=call.speculation_message())
             await self._send(context, call.finished_message(outcome))
@@ -262,10 +271,11 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             prefill_incarnation=peer.incarnation or "",
             real_tree=self._settings.real_tree,
         )
-        attempt = Attempt(request, peer, self._engine, self._settings, self._on_ended, self._metrics.quarantined)
+        trace = AttemptTrace(call.span, request.key, peer.address)
+        attempt = Attempt(request, peer, self._engine, self._settings, self._on_ended, self._metrics.quarantined, trace)
         self._open.add(attempt)
         self._idle.clear()
-        self._spawn(attempt.run(start, self._metadata), name=f"handoff {request.key}")
+        self._spawn(attempt.run(start, self._metadata + trace.metadata), name=f"handoff {request.key}")
         return attempt
 
     async def _relay(self, call: Call, attempt: Attempt, context: Any) -> handoff.Outcome:

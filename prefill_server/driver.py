@@ -21,6 +21,7 @@ from graftline.engine.service_api import (
 )
 from graftline.errors import GraftlineError, InvalidRequestError, OutOfCapacityError
 from graftline.prefill_server import handoff
+from graftline.prefill_server.traces import HandoffTrace
 
 
 class HandoffDriver:
@@ -32,7 +33,13 @@ class HandoffDriver:
         first_token_s: from the start message to the first token; None before.
     """
 
-    def __init__(self, engine: PrefillEngine, timeout_s: float, on_ended: Callable[["HandoffDriver"], None]) -> None:
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        timeout_s: float,
+        on_ended: Callable[["HandoffDriver"], None],
+        trace: HandoffTrace,
+    ) -> None:
         self.outbox: asyncio.Queue[PrefillEvent] = asyncio.Queue()
         self.request: Request | None = None
         self.outcome = "cancelled"
@@ -42,6 +49,7 @@ class HandoffDriver:
         self._real_tree = True
         self._engine = engine
         self._on_ended = on_ended
+        self._trace = trace
         self._state = handoff.State()
         self._posted: deque[handoff.Message] = deque()
         self._loop = asyncio.get_running_loop()
@@ -63,6 +71,7 @@ class HandoffDriver:
             return
         self.request, self._decode_incarnation, self._real_tree = request, decode_incarnation, real_tree
         self._begun_s = time.monotonic()
+        self._trace.started(request)
         self.post(handoff.Start())
 
     def refuse(self, code: PrefillFailure, reason: str) -> None:
@@ -93,9 +102,11 @@ class HandoffDriver:
             self._do(action)
         if self._state.ended:
             self._timer.cancel()
+            self._trace.ended(self.outcome)
             self._on_ended(self)
 
     def _note(self, message: handoff.Message) -> None:
+        self._trace.saw(message)
         match message:
             case FirstToken() if self.first_token_s is None:
                 self.first_token_s = self.age_s

@@ -91,6 +91,7 @@ async def running_prefill(config: PrefillConfig, start: PrefillStarter = start_e
             eos_token_ids=frozenset(engine.facts.card.eos_token_ids),
             settings=config.service,
             metrics=PrefillMetrics(host.metrics),
+            tracer=config.worker.tracer,
         )
         host.rpc.add(add_PrefillServiceServicer_to_server, service, SERVICE_NAME)
         async with host.serving(service):

@@ -27,9 +27,11 @@ from graftline.kv_transfer.fingerprint import Fingerprint, compare
 from graftline.prefill_server import handoff
 from graftline.prefill_server.driver import HandoffDriver
 from graftline.prefill_server.settings import ServiceSettings
+from graftline.prefill_server.traces import HandoffTrace
 from graftline.proto.status import rpc_border
 from graftline.proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from graftline.proto.validation import ModelLimits, check_prefill_start
+from graftline.tracing import NO_TRACER, Tracer
 from graftline.worker.metrics import PrefillMetrics
 from graftline.worker.translate import (
     handoff_message,
@@ -86,6 +88,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         eos_token_ids: frozenset[int],
         settings: ServiceSettings,
         metrics: PrefillMetrics,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.identity = identity
         self._engine = engine
@@ -96,6 +99,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._eos_token_ids = eos_token_ids
         self._settings = settings
         self._metrics = metrics
+        self._tracer = tracer
         self._admitting = True
         self._open: dict[HandoffDriver, RequestKey | None] = {}
         self._keys: set[RequestKey] = set()
@@ -150,7 +154,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         async with rpc_border(context):
             if len(self._open) >= self._settings.max_handoffs:
                 raise OutOfCapacityError(f"{len(self._open)} handoffs are open", retry_after_s=1.0)
-            driver = HandoffDriver(self._engine, self._settings.handoff_timeout_s, self._on_ended)
+            span = self._tracer.start("graftline.prefill", context.invocation_metadata())
+            trace = HandoffTrace(span)
+            driver = HandoffDriver(self._engine, self._settings.handoff_timeout_s, self._on_ended, trace)
             self._open[driver] = None
             self._idle.clear()
             try:

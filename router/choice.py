@@ -22,6 +22,7 @@ from graftline.errors import (
     PeerUnavailableError,
     PreemptedError,
 )
+from graftline.proto.channel import Metadata
 from graftline.proto.status import Failure, Leg, failure_from_rpc
 from graftline.proto.v1.common_pb2 import Usage
 from graftline.proto.v1.decode_pb2 import (
@@ -38,7 +39,9 @@ from graftline.router.pairing import Claim, Pair
 from graftline.router.parameters import Plan
 from graftline.router.policy import Demand
 from graftline.router.silence import SilenceTimer
+from graftline.router.traces import ChoiceTrace
 from graftline.router.transcript import Delta, Ending, Transcript
+from graftline.tracing import NO_SPAN, Span
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,7 @@ class ChoiceRun:
         deadline: float | None,
         emit: Callable[[Delta], None],
         observer: RequestObserver,
+        span: Span = NO_SPAN,
     ) -> None:
         self._fleet = fleet
         self._plan = plan
@@ -88,6 +92,7 @@ class ChoiceRun:
         self._deadline = deadline
         self._emit = emit
         self._observer = observer
+        self._trace = ChoiceTrace(span, seat.index)
         self._transcript = Transcript(plan, seat.index)
         self._figures = SpeculationFigures()
         self._sampling = plan.sampling(seat.number)
@@ -112,7 +117,7 @@ class ChoiceRun:
             limits = self._fleet.limits
             pair = await self._search.find(demand, limits.resume_wait_s if num_tokens_before else limits.pair_wait_s)
             self._attempt += 1
-            with Claim(pair, len(demand.token_ids)) as claim:
+            with Claim(pair, len(demand.token_ids)) as claim, self._trace.attempt(pair, self._attempt):
                 failure = await self._try(claim, demand)
                 if failure is None:
                     return
@@ -126,7 +131,7 @@ class ChoiceRun:
         self._figures.attempt_started(description.draft_nodes if description else 0)
         decode = claim.pair.decode.decode
         call: aio.UnaryStreamCall[DecodeServiceGenerateRequest, DecodeServiceGenerateResponse] = decode.Generate(
-            self._request(claim.pair, demand), timeout=self._remaining_s(), metadata=self._fleet.metadata
+            self._request(claim.pair, demand), timeout=self._remaining_s(), metadata=self._metadata
         )
         claim.attach(call.cancel)
         try:
@@ -185,6 +190,10 @@ class ChoiceRun:
         except TimeoutError:
             return None
 
+    @property
+    def _metadata(self) -> Metadata:
+        return self._fleet.metadata + self._trace.metadata
+
     def _request(self, pair: Pair, demand: Demand) -> DecodeServiceGenerateRequest:
         return DecodeServiceGenerateRequest(
             request_id=self._request_id,
@@ -202,6 +211,7 @@ class ChoiceRun:
         delta = self._transcript.take(tokens)
         if delta.token_ids:
             self._observer.tokens_came(self._choice, len(delta.token_ids), self._attempt)
+            self._trace.tokens_came(len(delta.token_ids))
             self._emit(delta)
 
     def _finish(self, pair: Pair, report: DecodeFinished | None) -> None:
@@ -229,6 +239,7 @@ class ChoiceRun:
             decode_address=pair.decode.address,
         )
         self._observer.choice_finished(finish)
+        self._trace.finished(finish)
         self._emit(Delta(self._choice, text, [], [], finish))
 
     # --- between attempts ----------------------------------------------------------------------------------
@@ -241,6 +252,7 @@ class ChoiceRun:
         """
         self._figures.attempt_ended(failure.speculation)
         error, leg = failure.error, failure.leg or Leg.DECODE
+        self._trace.failed(leg, error)
         if isinstance(error, InvalidRequestError):
             raise error
         if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -8,6 +8,7 @@ from graftline.errors import InvalidRequestError
 from graftline.proto.address import parse_address
 from graftline.proto.channel import ANONYMOUS, Access
 from graftline.proto.server import ServerTls
+from graftline.tracing import NO_TRACER, Tracer
 
 
 class PolicyName(Enum):
@@ -114,6 +115,7 @@ class RouterConfig:
         workers_file: JSON or TOML with lists `prefill` and `decode`, read again when it changes.
         worker_access: token and TLS shown to workers.
         tokens: bearer tokens accepted from clients (gRPC and HTTP); empty: everybody may call.
+        tracer: where requests' spans go; whoever made it closes it.
     """
 
     listen: str = "127.0.0.1:0"
@@ -130,6 +132,7 @@ class RouterConfig:
     tokens: tuple[str, ...] = field(default=(), repr=False)
     drain_grace_s: float = 30.0
     tokenizer_threads: int = 2
+    tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
         parse_address(self.listen, field="listen")

@@ -21,7 +21,9 @@ from graftline.router.outbox import Outbox, SlowConsumerError
 from graftline.router.pair_search import Fleet
 from graftline.router.parameters import Parameters, Plan
 from graftline.router.text.chat_template import Message
+from graftline.router.traces import request_attributes
 from graftline.router.transcript import Delta
+from graftline.tracing import Carrier, Span
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +85,16 @@ class Generator:
         return named[0]
 
     @asynccontextmanager
-    async def open(self, requests: Sequence[GenerateRequest], timeout_s: float | None) -> AsyncIterator[Generation]:
+    async def open(
+        self, requests: Sequence[GenerateRequest], timeout_s: float | None, carrier: Carrier = ()
+    ) -> AsyncIterator[Generation]:
         """Admits and runs requests for as long as the block is open; leaving the block ends them everywhere.
 
         Their choices are numbered through. When one fails all are cancelled.
 
         Args:
             timeout_s: seconds until the caller's deadline, None for none.
+            carrier: the call's metadata or headers, which may name the caller's span.
 
         Raises:
             GraftlineError: a request is refused; iteration raises what one fails with later.
@@ -97,25 +102,30 @@ class Generator:
         received_at = time.monotonic()
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         with ExitStack() as stack:
+            span = stack.enter_context(self._fleet.tracer.start("graftline.request", carrier))
             try:
                 for request in requests:
                     validation.check_request_id(request.request_id)
                     stack.enter_context(self._admission.admit(request.request_id))
-                plans = [await self._plan(request) for request in requests]
+                with span.child("graftline.tokenize"):
+                    plans = [await self._plan(request) for request in requests]
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
                 raise
             observers = [RequestObserver(self._instruments_of(plan.model), received_at) for plan in plans]
             for observer in observers:
                 stack.callback(observer.ended)
-            async with self._running(list(zip(plans, observers, strict=True)), deadline) as generation:
+            if span.is_recording:
+                span.set(request_attributes(plans))
+            async with self._running(list(zip(plans, observers, strict=True)), deadline, span) as generation:
                 yield generation
 
     @asynccontextmanager
     async def _running(
-        self, planned: Sequence[tuple[Plan, RequestObserver]], deadline: float | None
+        self, planned: Sequence[tuple[Plan, RequestObserver]], deadline: float | None, span: Span
     ) -> AsyncIterator[Generation]:
         request_id = uuid.uuid4().hex
+        span.set({"graftline.request_id": request_id})
         choices = [(plan, observer, seat) for plan, observer in planned for seat in range(plan.parameters.num_choices)]
         outbox = Outbox(len(choices), self._fleet.limits.max_unread_tokens)
         failure: Exception | None = None
@@ -130,6 +140,7 @@ class Generator:
                             deadline,
                             outbox.put,
                             observer,
+                            span,
                         ),
                         outbox,
                     )

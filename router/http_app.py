@@ -23,6 +23,7 @@ from graftline.router.openai.errors import error_body, error_headers, http_statu
 from graftline.router.openai.request import OpenAiRequest, chat_request, completion_request
 from graftline.router.registry import Registry
 from graftline.router.write_guard import WriteGuard
+from graftline.tracing import Carrier
 
 Translate = Callable[[bytes], OpenAiRequest]
 
@@ -69,7 +70,7 @@ class HttpApp:
                     part.request_id = request.headers.get("x-request-id", "") if len(translated.requests) == 1 else ""
             except GraftlineError as error:
                 return _error(error)
-            return _Completion(self._generator, translated, self._write_timeout_s)
+            return _Completion(self._generator, translated, self._write_timeout_s, request.headers.items())
 
         return endpoint
 
@@ -136,11 +137,12 @@ class HttpApp:
 class _Completion(Response):
     """Runs a translated request while it answers it, and ends it when the client goes away in any phase."""
 
-    def __init__(self, generator: Generator, request: OpenAiRequest, write_timeout_s: float) -> None:
+    def __init__(self, generator: Generator, request: OpenAiRequest, write_timeout_s: float, carrier: Carrier) -> None:
         super().__init__()
         self._generator = generator
         self._request = request
         self._write_timeout_s = write_timeout_s
+        self._carrier = carrier
         self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +155,7 @@ class _Completion(Response):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             try:
-                async with self._generator.open(self._request.requests, None) as generation:
+                async with self._generator.open(self._request.requests, None, self._carrier) as generation:
                     with WriteGuard(self._write_timeout_s) as guard:
                         await self._answer(generation, guard, send)
             except GraftlineError:

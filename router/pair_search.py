@@ -12,6 +12,7 @@ from graftline.router.pairing import Pair, Pairing, WorkerKey, worker_key
 from graftline.router.policy import Demand
 from graftline.router.registry import Registry
 from graftline.router.worker import Worker
+from graftline.tracing import NO_TRACER, Tracer
 
 # The pauses of all attempts together outlast the longest reconnecting pause of a channel between two workers.
 RETRY_PAUSE_S = 0.1
@@ -28,6 +29,7 @@ class Fleet:
     pairing: Pairing
     metadata: Metadata
     limits: RequestConfig
+    tracer: Tracer = NO_TRACER
 
 
 class PairSearch:

@@ -1,5 +1,6 @@
 """The gRPC face of the router: RouterService."""
 
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from graftline.proto.status import rpc_border
@@ -14,7 +15,7 @@ from graftline.proto.v1.router_pb2 import (
 )
 from graftline.proto.v1.router_pb2_grpc import RouterServiceServicer
 from graftline.router.admission import Admission
-from graftline.router.generation import Generator
+from graftline.router.generation import Generation, Generator
 from graftline.router.registry import Registry
 from graftline.router.transcript import Delta
 from graftline.router.write_guard import WriteGuard
@@ -31,12 +32,15 @@ class RouterService(RouterServiceServicer):
 
     async def Generate(self, request: GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """Streams what is generated; a client that takes too long over a message is cut."""
-        async with rpc_border(context), self._generator.open([request], context.time_remaining()) as generation:
+        async with rpc_border(context), self._opened(request, context) as generation:
             with WriteGuard(self._write_timeout_s) as guard:
                 async for delta in generation:
                     guard.writing()
                     await context.write(_response(generation.request_id, delta))
                     guard.written()
+
+    def _opened(self, request: GenerateRequest, context: Any) -> AbstractAsyncContextManager[Generation]:
+        return self._generator.open([request], context.time_remaining(), context.invocation_metadata())
 
     async def ListModels(self, request: ListModelsRequest, context: Any) -> ListModelsResponse:  # noqa: N802
         """Every model that a known decode serves."""

@@ -17,6 +17,7 @@ from graftline.cli_worker import ENGINE_OPTIONS, Option, with_options
 from graftline.client import AsyncClient, Finish, Message
 from graftline.launcher import Cluster, ClusterSpec, local_cluster
 from graftline.router.config import PolicyName
+from graftline.tracing import ENDPOINT_VARIABLE
 
 app = typer.Typer()
 
@@ -37,6 +38,7 @@ CLUSTER_OPTIONS = (
     Option("drain_grace_s", float, "Seconds for open requests when stopping.", _CLUSTER, 0),
     Option("listen", str, "host:port of the first router's gRPC.", _NETWORK),
     Option("http_listen", str, "host:port of the first router's HTTP.", _NETWORK),
+    Option("otlp_endpoint", str, "http://host:port of an OTLP collector that spans go to.", _NETWORK, default=""),
     Option("token", str, "Bearer token of every hop; by default $GRAFTLINE_TOKEN, or none.", _NETWORK),
 )
 DEMO_PROMPTS = (
@@ -67,7 +69,7 @@ def cluster_options() -> list[Any]:
     """Parameters for every field of `ClusterSpec` that a command line can say."""
     spec = ClusterSpec()
     rows = [*CLUSTER_OPTIONS, *(option for option in ENGINE_OPTIONS if option.name not in _PER_ROLE)]
-    return [option.parameter(getattr(spec, option.name)) for option in rows]
+    return [option.parameter(getattr(spec, option.name, option.default)) for option in rows]
 
 
 def up(**given: Any) -> None:
@@ -109,6 +111,8 @@ def _spec(given: dict[str, Any]) -> ClusterSpec:
     values = {name: value for name, value in given.items() if name in known}
     values["policy"] = values["policy"].value if isinstance(values["policy"], PolicyName) else values["policy"]
     values["token"] = values["token"] or os.environ.get("GRAFTLINE_TOKEN", "")
+    if given["otlp_endpoint"]:
+        values["environment"] = {ENDPOINT_VARIABLE: given["otlp_endpoint"]}
     return ClusterSpec(**values)
 
 

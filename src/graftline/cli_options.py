@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,7 @@ from graftline.errors import InvalidRequestError
 from graftline.proto.address import advertised_address, parse_address
 from graftline.proto.channel import Access, ClientTls
 from graftline.proto.server import ServerTls
+from graftline.tracing import Tracer, configured_endpoint, open_tracer
 
 _NETWORK = "Network"
 AUTO = "auto"
@@ -61,6 +64,20 @@ TlsCa = Annotated[
 DrainGrace = Annotated[
     float, typer.Option(min=0, help="Seconds for open requests after SIGTERM.", rich_help_panel=_NETWORK)
 ]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="http://host:port of an OTLP collector (gRPC) that spans go to; by default what OTEL_* variables name.",
+        rich_help_panel=_NETWORK,
+    ),
+]
+
+
+@contextmanager
+def tracing(service: str, endpoint: str | None) -> Iterator[Tracer]:
+    """A tracer for this process; what it still holds is sent when the block is left. Raises as `open_tracer`."""
+    with closing(open_tracer(service, configured_endpoint(endpoint))) as tracer:
+        yield tracer
 
 
 def settled_advertise(advertise: str | None) -> str | None:

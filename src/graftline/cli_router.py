@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -55,6 +56,7 @@ def router(
     tls_certificate: shared.TlsCertificate = None,
     tls_key: shared.TlsKey = None,
     tls_ca: shared.TlsCa = None,
+    otlp_endpoint: shared.OtlpEndpoint = None,
 ) -> None:
     """Run a router."""
     die_with_launcher()
@@ -80,8 +82,11 @@ def router(
         drain_grace_s=drain_grace_s,
     )
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config))
+    with (
+        shared.tracing("graftline-router", otlp_endpoint) as tracer,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(_serve(replace(config, tracer=tracer)))
 
 
 async def _serve(config: RouterConfig) -> None:

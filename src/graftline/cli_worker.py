@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,6 +102,7 @@ _TYPED = (
     ("tls_certificate", shared.TlsCertificate, None),
     ("tls_key", shared.TlsKey, None),
     ("tls_ca", shared.TlsCa, None),
+    ("otlp_endpoint", shared.OtlpEndpoint, None),
 )
 
 
@@ -133,8 +134,10 @@ def prefill(**given: Any) -> None:
     from graftline.prefill_server.server import PrefillConfig, running_prefill
     from graftline.worker.main import run_worker
 
-    config = PrefillConfig(engine, worker)
-    end_process(run_worker(lambda: running_prefill(config)))
+    with shared.tracing("graftline-prefill", given["otlp_endpoint"]) as tracer:
+        config = PrefillConfig(engine, replace(worker, tracer=tracer))
+        status = run_worker(lambda: running_prefill(config))
+    end_process(status)
 
 
 def decode(**given: Any) -> None:
@@ -150,8 +153,10 @@ def decode(**given: Any) -> None:
         drain_timeout_s=given["order_timeout_s"] + _BEYOND_TRANSPORT_S,
         real_tree=given["initial_tree"] is InitialTree.REAL,
     )
-    config = DecodeConfig(engine, worker, service)
-    end_process(run_worker(lambda: running_decode(config)))
+    with shared.tracing("graftline-decode", given["otlp_endpoint"]) as tracer:
+        config = DecodeConfig(engine, replace(worker, tracer=tracer), service)
+        status = run_worker(lambda: running_decode(config))
+    end_process(status)
 
 
 class PlannedRole(Enum):

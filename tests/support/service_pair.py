@@ -19,6 +19,7 @@ from graftline.proto.channel import ANONYMOUS, open_channel
 from graftline.proto.server import RpcServer
 from graftline.proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from graftline.proto.validation import ModelLimits
+from graftline.tracing import NO_TRACER, Tracer
 from graftline.worker.metrics import DecodeMetrics, PrefillMetrics
 from graftline.worker.tasks import Tasks
 
@@ -117,6 +118,7 @@ async def prefill_side(
     fingerprint: common_pb2.Fingerprint = FINGERPRINT,
     engine: FakePrefillEngine | None = None,
     limits: ModelLimits = LIMITS,
+    tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[PrefillSide]:
     engine = engine or FakePrefillEngine(*held)
     server = RpcServer(listen)
@@ -135,6 +137,7 @@ async def prefill_side(
         eos_token_ids=frozenset({EOS}),
         settings=settings,
         metrics=PrefillMetrics(Metrics(ProcessRole.PREFILL)),
+        tracer=tracer,
     )
     server.add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, service, "graftline.v1.PrefillService")
     await server.start()
@@ -147,7 +150,10 @@ async def prefill_side(
 
 @asynccontextmanager
 async def decode_side(
-    engine: FakeDecodeEngine | None = None, settings: DecodeSettings = QUICK, limits: ModelLimits = LIMITS
+    engine: FakeDecodeEngine | None = None,
+    settings: DecodeSettings = QUICK,
+    limits: ModelLimits = LIMITS,
+    tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[DecodeSide]:
     engine = engine or FakeDecodeEngine()
     server = RpcServer("127.0.0.1:0")
@@ -176,6 +182,7 @@ async def decode_side(
             settings=settings,
             spawn=tasks.start,
             metrics=DecodeMetrics(Metrics(ProcessRole.DECODE)),
+            tracer=tracer,
         )
         server.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, service, "graftline.v1.DecodeService")
         await server.start()

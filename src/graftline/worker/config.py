@@ -7,6 +7,7 @@ from graftline.errors import InvalidRequestError
 from graftline.proto.address import parse_address
 from graftline.proto.channel import ANONYMOUS, Access
 from graftline.proto.server import ServerTls
+from graftline.tracing import NO_TRACER, Tracer
 
 
 class TransportName(Enum):
@@ -62,6 +63,7 @@ class WorkerConfig:
         stop_timeout_s: for stages and writes to end after that.
         engine_silence_s: an engine loop that has not turned for so long is hung.
         watch_interval_s: between two load reports, unless the caller asks for another.
+        tracer: where requests' spans go; whoever made it closes it.
     """
 
     listen: str = "127.0.0.1:0"
@@ -76,6 +78,7 @@ class WorkerConfig:
     stop_timeout_s: float = 15.0
     engine_silence_s: float = 30.0
     watch_interval_s: float = 0.5
+    tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
         parse_address(self.listen, field="listen")
