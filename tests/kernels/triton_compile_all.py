@@ -59,6 +59,25 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {
         }
         for dim, half, rest, has_slots, norm in ((128, 64, 1, True, False), (256, 32, 256, False, True))
     ],
+    "_skinny_linear_kernel": [
+        {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": 128,
+            "EVEN_K": even,
+            "GATED": gated,
+            "HAS_BIAS": bias,
+            "SPLIT": split,
+            "WIDEN": False,
+            "STAGES": 4,
+        }
+        for block_m, block_n, even, gated, bias, split in (
+            (16, 32, True, False, True, False),
+            (16, 16, True, True, False, False),
+            (64, 64, False, False, False, True),
+        )
+    ],
+    "_add_parts_kernel": [{"HAS_BIAS": True, "BLOCK": 1024}],
     "_combine_tree_kernel": [{"HEAD_DIM": 128, "BLOCK_N": 64, "BLOCK_SPLITS": 64, "BLOCK_D": 128}],
 }
 _DEFAULT_BLOCKS = {"BLOCK": 1024, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_SPLITS": 8, "BLOCK_D": 128, "CHUNK": 32}
