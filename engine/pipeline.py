@@ -268,6 +268,7 @@ class Pipeline:
             port,
             built.gate,
             self._config.threads,
+            torch.device(self._config.stage_device(stage)),
             lambda reason: self._on_end(stage, reason),
         )
         self._workers.append(worker)

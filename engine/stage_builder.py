@@ -89,7 +89,7 @@ def build_stage(config: EngineConfig, index: int, round_state: RoundState | None
     geometry = target_geometry(config, target, index)
     pool = KvPool(geometry, config.num_pages, layers=target.attention_layers(layers), device=device)
     states = _build_states(config, target, index)
-    gate = StepGate()
+    gate = StepGate(device)
     drafter, draft_pool = None, None
     if is_last and drafts:
         drafter, draft_pool = _build_drafter(config, checkpoint, model, attention)

@@ -78,7 +78,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     if ends.downstream is not None:
         downstream = QueuedSender(ends.downstream, "plan-sender", end.tell)
     links = StageLinks(ends.upstream, downstream, star.control, star.results, star.reports)
-    worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, end.tell)
+    worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, device, end.tell)
     star.reports.send(StageReady(stage, layout))
     worker.start()
     reason = end.wait_for(worker)

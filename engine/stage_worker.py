@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from graftline.engine.busy_clock import BusyClock
 from graftline.engine.links import Sender, StageLinks
 from graftline.engine.plan import (
     CancelSends,
@@ -60,6 +61,7 @@ class StageWorker:
         port: TransferPort,
         gate: StepGate,
         num_threads: int,
+        device: torch.device,
         on_end: Callable[[str | None], None],
     ) -> None:
         self._index = index
@@ -70,7 +72,8 @@ class StageWorker:
         self._gate = gate
         self._num_threads = num_threads
         self._on_end = on_end
-        self._busy_s = 0.0
+        self._device = device
+        self._busy = BusyClock(device)
         self._steps = 0
         self._threads = (
             threading.Thread(target=self._compute, name=f"stage-{index}-compute", daemon=True),
@@ -91,10 +94,17 @@ class StageWorker:
 
     def _compute(self) -> None:
         torch.set_num_threads(self._num_threads)
+        self._enter_device()
         with torch.inference_mode():
             self._end_with(self._compute_plans)
 
+    def _enter_device(self) -> None:
+        """Kernels are launched on the thread's current GPU."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def _obey(self) -> None:
+        self._enter_device()
         self._end_with(self._obey_controls)
 
     def _end_with(self, loop: Callable[[], None]) -> None:
@@ -123,9 +133,8 @@ class StageWorker:
         while True:
             message, payload = self._links.upstream.receive()
             if isinstance(message, StepPlan):
-                started = time.monotonic()
-                output = self._stage.execute(message, payload, self._links.results.send)
-                self._busy_s += time.monotonic() - started
+                with self._busy.step():
+                    output = self._stage.execute(message, payload, self._links.results.send)
                 self._steps += 1
                 if downstream is not None:
                     downstream.send(message, output)
@@ -142,7 +151,9 @@ class StageWorker:
             match message:
                 case Heartbeat(sequence=sequence):
                     self._reports.send(
-                        StageAlive(self._index, sequence, self._busy_s, self._steps, resident_bytes(), device_bytes())
+                        StageAlive(
+                            self._index, sequence, self._busy.seconds, self._steps, resident_bytes(), device_bytes()
+                        )
                     )
                 case SendOrder():
                     self._port.send(message, self._ready(message), self._done)

@@ -40,7 +40,7 @@ def published() -> ModelConfig:
 
 
 def config(role: Role, split: tuple[int, ...] = (48,), **others: Any) -> EngineConfig:
-    fields = {"num_pages": 1000, "max_running": 256, "draft_head": MTP_HEAD, "device": "cuda", **others}
+    fields = {"num_pages": 1000, "max_running": 256, "draft_head": MTP_HEAD, "devices": ("cuda",), **others}
     return EngineConfig(model="published", role=role, layer_split=split, **fields)
 
 
