@@ -61,7 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         stage_timeout_s: silence after which a stage counts as dead, or a step as hung.
         quarantine_s: how long pages stay out of use when nothing is known of their writer; above the transport's
             own timeout.
-        attention_backend: how planned steps attend; see `AttentionBackend`. Every stage settles AUTO for its own machine.
+        attention_backend: how planned steps attend; see `AttentionBackend`. Every stage settles AUTO for its own
+            machine.
         device_rounds: a decode's rounds have a fixed shape and keep their values on the device; see
             `engine/device_rounds.py`. Slower on CPU, where it serves tests.
         cuda_graphs: rounds of fixed shape are captured and replayed; no effect on CPU.

@@ -5,8 +5,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from graftline.engine.plan import SendDone, SendOrder
 from graftline.engine.transfer_port import StagePools, TransferPort
+from graftline.kv_transfer.device_copy import copy_any_memory
 from graftline.kv_transfer.in_process import InProcessHub
 from graftline.worker.config import TransferConfig, TransportName
 from graftline.worker.transfer import PortFactory
@@ -62,7 +65,7 @@ class Network:
         if not self._open.is_set():
             self._held.release()
         assert self._open.wait(60), "a held write was never let go"
-        ctypes.memmove(target, source, num_bytes)
+        (copy_any_memory if torch.cuda.is_available() else ctypes.memmove)(target, source, num_bytes)
 
 
 class FaultyPort:

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,8 @@ from graftline.worker.facts import encode_peer, stage_layouts
 Event = PrefillEvent | DecodeEvent
 PREFILL, DECODE = "prefill-1", "decode-1"
 EVENT_TIMEOUT_S = 60.0
+# The engine tests also run on a GPU: GRAFTLINE_TEST_DEVICE=cuda:0.
+DEVICE = os.environ.get("GRAFTLINE_TEST_DEVICE", "cpu")
 
 
 class End(Enum):
@@ -389,6 +392,7 @@ def local_pair(
         role=Role.PREFILL,
         draft_head=None if head is None else str(head),
         dtype=dtype,
+        devices=(DEVICE,),
         layer_split=prefill_split,
         stage_mode=StageMode.THREADS,
         page_size=page_size,
