@@ -25,6 +25,7 @@ LAZY_COMMANDS = {
     "router": "graftline.cli_router",
     "drain": "graftline.cli_router",
     "generate": "graftline.cli_generate",
+    "top": "graftline.cli_top",
     "bench": "graftline.bench.cli",
     "draft-head": "graftline.cli_draft_head",
 }
