@@ -4,6 +4,7 @@ The one source: pools are built with these sizes, budgets are solved with them, 
 allocated is what was planned, and `graftline plan` prints them. docs/memory.md has the formulas.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from graftline.errors import OutOfCapacityError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNBOUNDED_PAGES = 1 << 30
+# A sampled row's logits, and the copies that a sampler makes of them.
+_LOGIT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +174,40 @@ def _activations(config: EngineConfig) -> torch.dtype:
     return torch.float32 if config.device_type == "cpu" else DTYPES[config.dtype]
 
 
-def pages_within(config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None, budget_bytes: int) -> int:
-    """Most pages with which the largest stage's pools stay within `budget_bytes`.
+def taken_bytes(config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None) -> list[int]:
+    """What every stage takes besides its pools: weights, and the rows that it computes at a time.
+
+    A head in a directory of its own counts as one decoder layer and its output rows.
+    """
+    memory = plan_memory(config, model, head)
+    item = _activations(config).itemsize
+    rows = max(config.chunk_tokens, config.max_running * config.tree.nodes)
+    row_values = 8 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
+    sampled = config.max_running * (config.tree.nodes if config.role is Role.DECODE else 1)
+    taken = [stage.weight_bytes + stage.draft_weight_bytes + rows * row_values * item for stage in memory.stages]
+    taken[-1] += sampled * model.vocab_size * _LOGIT_BYTES
+    if head is not None and head.kind is not DraftHeadKind.MTP:
+        layer = head.hidden_size * (4 * head.hidden_size + 3 * head.intermediate_size)
+        taken[-1] += (layer + 4 * head.hidden_size**2 + head.draft_vocab_size * head.hidden_size) * item
+    return taken
+
+
+def pages_within(
+    config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None, budget_bytes: int | Sequence[int]
+) -> int:
+    """Most pages with which every stage's pools stay within its budget.
 
     What a role does not take (a prefill's verify state) is room for pages.
+
+    Args:
+        budget_bytes: for the pools of every stage, or one figure for each of them.
 
     Raises:
         OutOfCapacityError: not even one page fits.
     """
+    budgets = [budget_bytes] * config.num_stages if isinstance(budget_bytes, int) else list(budget_bytes)
     pages = _UNBOUNDED_PAGES
-    for stage in range(config.num_stages):
+    for stage, budget in enumerate(budgets):
         state, verify = _state_bytes(config, model, stage)
         fixed = state + (verify if keeps_nodes(config) else 0)
         page_bytes = target_geometry(config, model, stage).page_bytes
@@ -188,9 +215,9 @@ def pages_within(config: EngineConfig, model: ModelConfig, head: DraftHeadConfig
             draft_page_bytes = draft_geometry(config, head).page_bytes
             fixed, page_bytes = fixed + draft_scratch_pages(config) * draft_page_bytes, page_bytes + draft_page_bytes
         if page_bytes:
-            pages = min(pages, (budget_bytes - fixed) // page_bytes)
-        elif fixed > budget_bytes:
+            pages = min(pages, (budget - fixed) // page_bytes)
+        elif fixed > budget:
             pages = 0
     if pages < 1:
-        raise OutOfCapacityError(f"{budget_bytes} bytes hold no page of every pool")
+        raise OutOfCapacityError(f"{min(budgets)} bytes hold no page of every pool")
     return pages

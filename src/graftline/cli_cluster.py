@@ -32,6 +32,8 @@ CLUSTER_OPTIONS = (
     Option("decode_stages", int, "Pipeline stages of every decode.", _CLUSTER, 1),
     Option("prefill_split", str, "Layers of every prefill stage (10,20), or auto.", _CLUSTER),
     Option("decode_split", str, "Layers of every decode stage (10,12,8), or auto.", _CLUSTER),
+    Option("prefill_devices", str, "Devices of every prefill's stages; empty: --devices.", _CLUSTER),
+    Option("decode_devices", str, "Devices of every decode's stages; empty: --devices.", _CLUSTER),
     Option("policy", PolicyName, "How routers pick workers.", _CLUSTER),
     Option("log_dir", Path, "Where processes log; by default a temporary directory.", _CLUSTER),
     Option("start_timeout_s", float, "Seconds for a process to be ready.", _CLUSTER, 1),

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from graftline import cli_options as shared
-from graftline.engine.config import EngineConfig, Role, StageMode
+from graftline.engine.config import EngineConfig, Role, StageChannel, StageMode
 from graftline.engine.verify_mode import VerifyMode
+from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_kind import AttentionBackend
 from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
+from graftline.worker.placement import DeviceMemory, Host
 from graftline.worker.process import die_with_launcher, end_process, outlive_signals, set_up_logging
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ ENGINE_OPTIONS = (
     Option("model", str, "Known name, Hugging Face directory or GGUF file.", _MODEL),
     Option("draft_head", str, "Directory of a draft head; mtp: the model's own; auto: the one there is; none.", _MODEL),
     Option("dtype", str, "float32 or bfloat16.", _MODEL),
-    Option("device", str, "cpu, cuda or cuda:N.", _MODEL),
+    Option("devices", str, "cpu, cuda, auto, cuda:N, or a name for every stage: cuda:0,cuda:1.", _MODEL),
     Option("attention_backend", AttentionBackend, "How prompts attend on a GPU; on CPU there is one way.", _MODEL),
     Option("speculation", bool, "Draft at all.", _TREES),
     Option("draft_depth", int, "S: levels below the root.", _TREES, 1),
@@ -64,11 +66,13 @@ ENGINE_OPTIONS = (
     Option("stages", int, "Pipeline stages.", _PIPELINE, 1),
     Option("layer_split", str, "Layers of every stage (10,12,8), or auto.", _PIPELINE),
     Option("stage_mode", StageMode, "Stages as processes, or as threads of this one.", _PIPELINE),
+    Option("stage_channel", StageChannel, "Hidden states through host memory, or directly (NCCL).", _PIPELINE),
     Option("threads", int, "CPU threads of every stage; 0: the cores shared.", _PIPELINE, 0),
     Option("stage_timeout_s", float, "Silence after which a stage is dead or hung.", _PIPELINE, 0.1),
     Option("page_size", int, "Token positions a page.", _MEMORY, 1),
-    Option("pages", int, "Pages; 0: what --memory-mib holds.", _MEMORY, 0),
-    Option("memory_mib", int, "MiB for the pools of the largest stage.", _MEMORY, 1),
+    Option("pages", int, "Pages; 0: as many as there is memory for.", _MEMORY, 0),
+    Option("memory_mib", int, "MiB for the largest stage's pools; 0: 512, on a GPU by --memory-fraction.", _MEMORY, 0),
+    Option("memory_fraction", float, "Share of a GPU for this worker's stages on it; 0: 0.9.", _MEMORY, 0),
     Option("chunk_tokens", int, "Most prompt tokens of one prefill step.", _MEMORY, 1),
     Option("max_running", int, "Request slots.", _MEMORY, 1),
     Option("max_queued", int, "Waiting requests beyond which new ones are refused.", _MEMORY, 1),
@@ -176,7 +180,7 @@ def plan(
     from graftline.engine.models.checkpoint import read_model_config
 
     for planned in Role if role is PlannedRole.BOTH else (Role(role.value),):
-        config = resolve_engine_config(engine_options(given), planned)
+        config = resolve_engine_config(engine_options(given), planned, _UNSEEN_HOST)
         model = read_model_config(Path(config.model))
         _print_plan(plan_memory(config, model, chosen_head(config, model)))
 
@@ -191,6 +195,14 @@ _PLANNED_PARTS = {
     "verify state": "verify_state_bytes",
     "pools": "pool_bytes",
 }
+
+
+def _unknown_memory(device: str) -> DeviceMemory:
+    raise InvalidRequestError("memory_mib", f"must be said: a plan does not look at {device}")
+
+
+# A plan is made for machines that may be others.
+_UNSEEN_HOST = Host(num_gpus=lambda: 1 << 10, memory_of=_unknown_memory)
 
 
 def _print_plan(memory: "MemoryPlan") -> None:
@@ -248,7 +260,10 @@ def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfi
     """Configurations of a worker; does not return in a process that is to be a later stage."""
     die_with_launcher()
     set_up_logging(role.value)
-    engine, worker = resolve_engine_config(engine_options(given), role), worker_config(given)
+    options = engine_options(given)
+    engine, worker = resolve_engine_config(options, role), worker_config(given)
+    if "WORLD_SIZE" in os.environ and engine.device_type == "cuda" and not (options.pages or options.memory_mib):
+        raise InvalidRequestError("memory_mib", "must be said (or pages): stages of several hosts have to agree")
     if int(os.environ.get("RANK", "0")) > 0 and engine.num_stages > 1:
         from graftline.engine.stage_process import run_stage
         from graftline.worker.transfer import PortFactory

@@ -13,15 +13,24 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from graftline.child import Child
-from graftline.engine.config import StageMode
+from graftline.engine.config import StageChannel, StageMode
 from graftline.engine.model_fetch import DEFAULT_MODEL, resolve_model
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 from graftline.worker.config import TransportName
-from graftline.worker.options import AUTO, EngineOptions, InitialTree, threads_per_stage, to_arguments
+from graftline.worker.options import EngineOptions, InitialTree, threads_per_stage, to_arguments
+from graftline.worker.placement import AUTO, CPU, num_gpus, placed_workers, shared_fractions, stage_devices
 
 ANY_PORT = "127.0.0.1:0"
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Devices of a worker, as `EngineOptions` takes them, and the share of them that it may use; 0 on CPU."""
+
+    devices: str
+    memory_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,9 @@ class ClusterSpec:
     Attributes:
         prefill_stages, decode_stages: pipeline stages of every worker of that role.
         prefill_split, decode_split: layers of every stage, or "auto".
-        decode_stage_mode: how the stages of a decode run; prefills use `stage_mode`.
+        devices: of all workers; "auto" and "cuda" hand the GPUs out one after another, prefills first.
+        prefill_devices, decode_devices: of every worker of that role instead.
+        memory_fraction: of a GPU, for each worker on it; 0: 0.9, shared between them.
         policy: how routers pick workers.
         listen, http_listen: addresses of the first router; further ones take any port.
         metrics: give every worker a metrics port.
@@ -51,6 +62,7 @@ class ClusterSpec:
     prefill_split: str = AUTO
     decode_split: str = AUTO
     stage_mode: StageMode = StageMode.PROCESSES
+    stage_channel: StageChannel = StageChannel.AUTO
     draft_head: str = AUTO
     speculation: bool = True
     draft_depth: int = 3
@@ -58,10 +70,13 @@ class ClusterSpec:
     draft_nodes: int = 0
     initial_tree: InitialTree = InitialTree.REAL
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    devices: str = CPU
+    prefill_devices: str = ""
+    decode_devices: str = ""
     page_size: int = 16
     pages: int = 0
-    memory_mib: int = 512
+    memory_mib: int = 0
+    memory_fraction: float = 0.0
     chunk_tokens: int = 256
     max_running: int = 16
     max_queued: int = 1024
@@ -98,11 +113,29 @@ class ClusterSpec:
         return self.prefills * self.prefill_stages + self.decodes * self.decode_stages
 
     def engine_options(self, stages: int, split: str) -> EngineOptions:
-        """The engine of one worker."""
+        """The engine of one worker, wherever it is placed."""
         shared = {field.name for field in fields(EngineOptions)} & {field.name for field in fields(self)}
         options = EngineOptions(**{name: getattr(self, name) for name in shared})
         threads = self.threads or threads_per_stage(self.num_stages)
         return replace(options, stages=stages, layer_split=split, threads=threads)
+
+    def placements(self, gpus: Callable[[], int] = num_gpus) -> dict[str, Placement]:
+        """Where every worker goes, by its name.
+
+        Raises:
+            InvalidRequestError: devices that there are not.
+        """
+        stages = {f"prefill-{index}": self.prefill_stages for index in range(self.prefills)}
+        stages |= {f"decode-{index}": self.decode_stages for index in range(self.decodes)}
+        chosen = {"prefill": self.prefill_devices, "decode": self.decode_devices}
+        placed = placed_workers(self.devices, list(stages.values()), gpus)
+        texts = [chosen[name.partition("-")[0]] or text for name, text in zip(stages, placed, strict=True)]
+        named = [",".join(stage_devices(text, stages[name], gpus)) for name, text in zip(stages, texts, strict=True)]
+        fractions = [self.memory_fraction] * len(named) if self.memory_fraction else shared_fractions(named)
+        return {
+            name: Placement(text, 0.0 if names == CPU else fraction)
+            for name, text, names, fraction in zip(stages, texts, named, fractions, strict=True)
+        }
 
 
 class Cluster:
@@ -230,9 +263,13 @@ def worker_arguments(spec: ClusterSpec, name: str) -> list[str]:
     is_prefill = role == "prefill"
     stages = spec.prefill_stages if is_prefill else spec.decode_stages
     split = spec.prefill_split if is_prefill else spec.decode_split
+    placement = spec.placements()[name]
+    options = replace(
+        spec.engine_options(stages, split), devices=placement.devices, memory_fraction=placement.memory_fraction
+    )
     arguments = [
         role,
-        *to_arguments(spec.engine_options(stages, split)),
+        *to_arguments(options),
         "--listen",
         ANY_PORT,
         *_flag("transport", spec.transport.value),

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from graftline.engine.config import MTP_HEAD, EngineConfig, Role, StageMode
+from graftline.engine.config import MTP_HEAD, EngineConfig, Role, StageChannel, StageMode
 from graftline.engine.device_growth import grows_on_device
 from graftline.engine.draft_choice import carries_mtp, head_named
 from graftline.engine.draft_head.config import DraftHeadConfig
 from graftline.engine.layer_split import automatic_split, last_stage_cost, parse_split
-from graftline.engine.memory_plan import pages_within
+from graftline.engine.memory_plan import pages_within, taken_bytes
 from graftline.engine.model_fetch import DEFAULT_MODEL, draft_head_path, resolve_model
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.models.config import ModelConfig
@@ -20,10 +20,11 @@ from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_kind import AttentionBackend
+from graftline.worker.placement import AUTO, CPU, DEFAULT_FRACTION, Host, stage_budgets, stage_devices
 
-AUTO = "auto"
 NONE = "none"
 _MIB = 1 << 20
+_CPU_POOLS_MIB = 512
 
 
 class InitialTree(Enum):
@@ -43,12 +44,14 @@ class EngineOptions:
             one beside the model, else its MTP module; "none": no speculation.
         speculation: False turns it off whatever heads there are.
         draft_nodes: 0: a chain has depth + 1 nodes, a tree 2 * depth * branching (or all there can be).
-        device: "cpu", "cuda" (stage i gets GPU i, modulo their number) or "cuda:N".
+        devices: "cpu", "auto", "cuda", "cuda:N" or a name for every stage; see `placement.stage_devices`.
         attention_backend: how planned steps attend; every stage settles "auto" for its own machine.
         stages: of the pipeline.
         layer_split: layers of every stage ("10,12,8"), or "auto".
-        pages: 0: as many as `memory_mib` holds.
-        memory_mib: for the pools of the largest stage.
+        stage_channel: how hidden states go between stages that are processes.
+        pages: 0: as many as there is memory for, up to what all request slots can use.
+        memory_mib: for the pools of the largest stage; 0: 512 on CPU, on a GPU what `memory_fraction` leaves.
+        memory_fraction: of a GPU's memory, that this worker's stages on it may take; 0: 0.9.
         prefix_cache: has no effect on models with recurrent state, which have none.
         verify_state: what a decode keeps of draft nodes, of models with recurrent state.
         cuda_graphs: decode rounds are captured and replayed on CUDA.
@@ -64,14 +67,16 @@ class EngineOptions:
     draft_nodes: int = 0
     initial_tree: InitialTree = InitialTree.REAL
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    devices: str = CPU
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     stages: int = 1
     layer_split: str = AUTO
     stage_mode: StageMode = StageMode.PROCESSES
+    stage_channel: StageChannel = StageChannel.AUTO
     page_size: int = 16
     pages: int = 0
-    memory_mib: int = 512
+    memory_mib: int = 0
+    memory_fraction: float = 0.0
     chunk_tokens: int = 256
     max_running: int = 16
     max_queued: int = 1024
@@ -85,8 +90,11 @@ class EngineOptions:
     preempt_every: int = 0
 
 
-def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
+def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host()) -> EngineConfig:  # noqa: B008  # frozen
     """Settles every "auto"; fetches a named model.
+
+    Args:
+        host: where the stages are to run.
 
     Raises:
         InvalidRequestError: a value that does not fit the model, naming the option.
@@ -97,15 +105,17 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
     head_name = find_draft_head(options, path)
     head = head_named(head_name, model) if head_name is not None else None
     tree = tree_shape(options) if head is not None else NO_SPECULATION
+    devices = stage_devices(options.devices, options.stages, host.num_gpus)
     config = EngineConfig(
         model=str(path),
         role=role,
         draft_head=head_name,
         dtype=options.dtype,
-        devices=(options.device,),
+        devices=devices,
         attention_backend=options.attention_backend,
         layer_split=layer_split(options, role, model, head, tree),
         stage_mode=options.stage_mode,
+        stage_channel=options.stage_channel,
         page_size=options.page_size,
         num_pages=max(1, options.pages),
         max_running=options.max_running,
@@ -115,7 +125,7 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
         real_trees=options.initial_tree is InitialTree.REAL,
         prefix_cache=options.prefix_cache and not model.linear_layers(range(model.num_layers)),
         verify_state=options.verify_state,
-        device_rounds=has_device_rounds(options.device, role, model, tree),
+        device_rounds=has_device_rounds(devices[0], role, model, tree),
         cuda_graphs=options.cuda_graphs,
         overlap=options.overlap,
         threads=options.threads or threads_per_stage(options.stages),
@@ -125,8 +135,25 @@ def resolve_engine_config(options: EngineOptions, role: Role) -> EngineConfig:
     )
     if options.pages:
         return config
-    pages = pages_within(config, model, head, options.memory_mib * _MIB)
+    pages = pages_within(config, model, head, pool_budgets(options, config, model, head, host))
     return msgspec.structs.replace(config, num_pages=min(pages, most_useful_pages(options, model)))
+
+
+def pool_budgets(
+    options: EngineOptions, config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None, host: Host
+) -> int | list[int]:
+    """Bytes for the pools of every stage.
+
+    Raises:
+        InvalidRequestError: a GPU has no room for them.
+    """
+    if options.memory_mib:
+        return options.memory_mib * _MIB
+    if config.device_type == CPU:
+        return _CPU_POOLS_MIB * _MIB
+    devices = [config.stage_device(stage) for stage in range(config.num_stages)]
+    fraction = options.memory_fraction or DEFAULT_FRACTION
+    return stage_budgets(devices, taken_bytes(config, model, head), fraction, host.memory_of)
 
 
 def has_device_rounds(device: str, role: Role, model: ModelConfig, tree: TreeShape) -> bool:
