@@ -1,7 +1,7 @@
 """A model on disk: its config, its tensors by Hugging Face names, and what a router needs to know of it.
 
-Two kinds: Hugging Face directories (safetensors) and GGUF files. Tensors are read when asked for, so a
-stage touches only its own layers.
+Hugging Face directories (safetensors) and GGUF files; for measurements also configs without weights. Tensors are read
+when asked for, so a stage touches only its own layers.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graftline.engine.models.card import ModelCardData
 from graftline.engine.models.config import ModelConfig, read_config
+from graftline.engine.models.dummy_checkpoint import DUMMY_FILE, DummyCheckpoint
 from graftline.engine.models.gguf_checkpoint import GgufCheckpoint
 from graftline.engine.models.hf_checkpoint import HfCheckpoint
 from graftline.errors import InvalidRequestError
@@ -43,7 +44,8 @@ class Checkpoint(Protocol):
         """Whether there is a parameter of that Hugging Face name."""
 
     def tensor(self, name: str) -> Tensor:
-        """The parameter of that Hugging Face name, float32 or bfloat16, on the CPU. Treat it as read-only.
+        """The parameter of that Hugging Face name, float32 or bfloat16, on the CPU unless it was drawn on a GPU. Treat
+        it as read-only.
 
         Raises:
             InvalidRequestError: no such tensor, or stored in a type that is not supported.
@@ -53,11 +55,15 @@ class Checkpoint(Protocol):
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a Hugging Face directory, a GGUF file, or a directory that holds exactly one GGUF file.
 
+    A directory with `dummy.json` gives random weights; see `dummy_checkpoint`.
+
     Raises:
         InvalidRequestError: nothing there that can be served; says what was looked for.
     """
     if path.is_file() and path.suffix == ".gguf":
         return GgufCheckpoint(path, model_id=path.stem)
+    if (path / DUMMY_FILE).is_file():
+        return DummyCheckpoint(path)
     if (path / "config.json").is_file():
         return HfCheckpoint(path)
     if path.is_dir():
