@@ -17,6 +17,8 @@ from graftline.kernels.tree_batch import TreeBatch
 _MAX_SPLITS = 64
 _LONG_SPLIT = 4096  # slots: a sequence longer than this is worth a second program on a busy device
 _LOG2_E = 1.4426950408889634
+# They differ from level to level and round to round; one compiled kernel must serve them all.
+_SHAPES = ("rows_each", "num_tail", "max_pages", "num_splits", "min_span", "pairs_each")
 
 
 @triton.jit
@@ -44,7 +46,7 @@ def _span(start, num_tail, num_splits, min_span, BLOCK_N: tl.constexpr):
     return tl.cdiv(tl.maximum(even, min_span), BLOCK_N) * BLOCK_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SHAPES)
 def _tree_attention_kernel(
     q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, partial_ptr, state_ptr, visible_ptr, starts_ptr, page_tables_ptr,
     q_stride, page_stride, rows_each, num_tail, max_pages, num_splits, min_span, scale,
@@ -131,7 +133,7 @@ def _tree_attention_kernel(
             tl.store(at_out, result.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SHAPES)
 def _combine_tree_kernel(
     partial_ptr, state_ptr, out_ptr, starts_ptr, pairs_each, num_tail, num_splits, min_span,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
