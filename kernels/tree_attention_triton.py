@@ -186,9 +186,10 @@ def choose_tiling(
         processors: multiprocessors of the device.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
-    largest_m = 128 if itemsize == 2 and block_d <= 128 else 64
+    is_wide = itemsize == 4  # no tensor cores: products are unrolled, and only small ones fit into registers
+    largest_m = 16 if is_wide else 128 if block_d <= 128 else 64
     block_m = min(largest_m, max(16, triton.next_power_of_2(pairs)))
-    block_n = 64 if block_d * itemsize <= 256 else 32
+    block_n = 16 if is_wide else 64 if block_d <= 128 else 32
     programs = sequences * kv_heads * triton.cdiv(pairs, block_m)
     wanted = max(triton.cdiv(4 * processors, programs), min(8, max_slots // _LONG_SPLIT))
     min_span = 64 if 4 * programs <= processors else 256 if programs <= processors else 512
@@ -196,7 +197,7 @@ def choose_tiling(
         min_span = 2048
     min_span = max(min_span, 2 * pairs)
     num_splits = max(1, min(_MAX_SPLITS, wanted, max_slots // min_span))
-    return Tiling(block_m, block_n, num_splits, min_span, 8 if block_m == 128 else 4, 3)
+    return Tiling(block_m, block_n, num_splits, min_span, 8 if is_wide or block_m == 128 else 4, 2 if is_wide else 3)
 
 
 def tree_attention(
