@@ -266,7 +266,7 @@ class DeviceRounds:
         batch = TreeBatch(
             positions=(rows.start.unsqueeze(1) + local).clamp(max=limit).int().flatten(),
             row_slots=self._slots(rows, local, accepted >= 0),
-            visible=((torch.ones_like(local) << (local + 1)) - 1).repeat(count),
+            visible=torch.where(accepted >= 0, (torch.ones_like(local) << (local + 1)) - 1, 0).flatten(),
             starts=rows.start,
             page_tables=rows.page_tables,
             rows_each=path_len,

@@ -235,3 +235,19 @@ def test_select_tree(num_drafts: int) -> None:
     expected = select_tree(scores, parents, num_drafts)
     actual = tree_growth_triton.select_tree(there(scores), there(parents), num_drafts)
     assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(actual, expected, strict=True))
+
+
+def test_scores_that_are_nan_choose_nodes_that_there_are() -> None:
+    """One request's NaN must neither leave its tree nor touch a neighbour's."""
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 1]]).expand(2, 6).contiguous()
+    scores = torch.full((2, 6), torch.nan)
+    scores[1] = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
+    selected, nodes = tree_growth_triton.select_tree(there(scores), there(parents), 3)
+    assert (selected.cpu() >= 0).all() and (selected.cpu() < 6).all()
+    assert (selected[1].tolist(), nodes[1].tolist()) == ([0, 1, 2], [0, 0, 1])
+    best, _, _, _ = tree_growth_triton.select_children(
+        there(torch.full((1, 2), torch.nan)),
+        there(torch.full((1, 2, 2), torch.nan)),
+        there(torch.zeros(1, 2, 2).long()),
+    )
+    assert sorted(best[0].tolist()) == [0, 1]
