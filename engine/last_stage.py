@@ -60,6 +60,10 @@ class LastStage:
         """A request takes a slot."""
         self._sampler.open(opening)
 
+    def forget(self, slot: int) -> None:
+        """Nobody has the slot any more."""
+        self._sampler.forget(slot)
+
     def finish(
         self,
         plan: StepPlan,

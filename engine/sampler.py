@@ -29,6 +29,10 @@ class Sampler:
         """A request takes a slot; whoever had it before is gone."""
         self._openings[opening.slot] = opening
 
+    def forget(self, slot: int) -> None:
+        """Nobody has the slot any more."""
+        self._openings.pop(slot, None)
+
     def draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken]:
         """One token per row.
 

@@ -98,6 +98,12 @@ class Stage:
         self._gate.mark(plan.step, drafter=True)
         return None
 
+    def forget(self, slot: int) -> None:
+        """Drops what a slot's last opening left; the next opening would replace it."""
+        self._pages.pop(slot, None)
+        if self._last is not None:
+            self._last.forget(slot)
+
     def _execute_round(self, plan: StepPlan, payload: Tensor | None, emit: Emit) -> Tensor | None:
         assert self.rounds is not None, "a round of fixed shape on a stage that was not built for them"
         output = self.rounds.run(plan, payload)

@@ -34,6 +34,7 @@ from graftline.engine.state_pool import StatePool
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import StagePools
 from graftline.engine.verify_state import build_verify_state
+from graftline.engine.warm_up import warm_up
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_backend import Attention, choose_attention
 
@@ -123,7 +124,17 @@ def build_stage(config: EngineConfig, index: int, round_state: RoundState | None
     )
     pools = StagePools(index, pool, draft_pool, None if states is None else states.pool)
     _check_planned(config, target, pools, states)
+    if device.type == "cuda":
+        warm_up(stage, pools, config, target.context_length, payload_columns(config, target, index))
     return BuiltStage(stage, pools, gate)
+
+
+def payload_columns(config: EngineConfig, target: ModelConfig, stage: int) -> int | None:
+    """Columns of the hidden states, with the features beside them, that a stage gets; None for the first."""
+    if stage == 0:
+        return None
+    earlier = sum(len(captured_layers(config, target, before)) for before in range(stage))
+    return target.hidden_size * (1 + earlier)
 
 
 def captured_layers(config: EngineConfig, target: ModelConfig, stage: int) -> tuple[int, ...]:

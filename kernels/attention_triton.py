@@ -13,9 +13,12 @@ from graftline.kernels.attention_batch import AttentionBatch
 
 _MAX_SPLITS = 32
 _MIN_SPLIT_SLOTS = 128
+# What differs from step to step compiles nothing anew: a stall in the middle of serving would be the price.
+_SEGMENTS_BLOCK = 16
+_BY_STEP = ("num_segments", "num_rows", "max_pages", "num_splits")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_STEP)
 def _attention_kernel(
     q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, partial_ptr, state_ptr,
     positions_ptr, parents_ptr, segment_rows_ptr, segment_start_ptr, page_tables_ptr,
@@ -103,7 +106,7 @@ def _attention_kernel(
             tl.store(at_out, result.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_splits",))
 def _combine_kernel(
     partial_ptr, state_ptr, out_ptr, head_dim, num_splits, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -134,7 +137,9 @@ def paged_attention(
     if not rows:
         return out
     group = heads // k_pages.shape[2]
-    tile_rows, block_m = _tile(rows, batch.num_segments, group)
+    # In float32 there are no tensor cores: products are unrolled, and only small ones fit into registers.
+    is_wide = q.dtype == torch.float32 and q.is_cuda
+    tile_rows, block_m = _tile(rows, batch.num_segments, group, 16 if is_wide else 128)
     num_tiles = triton.cdiv(rows, tile_rows) + batch.num_segments
     if num_splits is None:
         num_splits = _splits(q.device, num_tiles * k_pages.shape[2], batch.page_tables.shape[1] * batch.page_size)
@@ -148,24 +153,26 @@ def paged_attention(
         batch.positions, batch.parents, batch.segment_rows, batch.segment_start, batch.page_tables,
         q.stride(0), k_pages.stride(0), batch.num_segments, rows, batch.page_tables.shape[1], batch.page_size, heads,
         k_pages.shape[2], head_dim, scale, num_splits,
-        GROUP=group, TILE_ROWS=tile_rows, BLOCK_M=block_m, BLOCK_N=64 if block_d <= 128 else 32, BLOCK_D=block_d,
-        BLOCK_S=triton.next_power_of_2(batch.num_segments), IS_CHAIN=batch.is_chain, SPLIT=num_splits > 1,
+        GROUP=group, TILE_ROWS=tile_rows, BLOCK_M=block_m, BLOCK_D=block_d,
+        BLOCK_N=16 if is_wide else 64 if block_d <= 128 else 32,
+        BLOCK_S=max(_SEGMENTS_BLOCK, triton.next_power_of_2(batch.num_segments)), IS_CHAIN=batch.is_chain,
+        SPLIT=num_splits > 1,
         WIDEN=q.dtype == torch.float32 or q.device.type == "cpu",
-        num_warps=4 if block_m <= 64 else 8, num_stages=2,
+        num_warps=8 if is_wide or block_m > 64 else 4, num_stages=2,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(rows * heads,)](
             partial, state, out, head_dim, num_splits,
-            BLOCK_SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=block_d,
+            BLOCK_SPLITS=max(_MAX_SPLITS, triton.next_power_of_2(num_splits)), BLOCK_D=block_d,
         )  # fmt: skip
     return out
 
 
-def _tile(rows: int, num_segments: int, group: int) -> tuple[int, int]:
+def _tile(rows: int, num_segments: int, group: int, largest: int) -> tuple[int, int]:
     """(rows a tile, block of row-head pairs): small tiles for decode and trees, large ones for chunks."""
     rows_each = -(-rows // num_segments)
     block_m = 16
-    while block_m < 128 and block_m < rows_each * group:
+    while block_m < largest and block_m < rows_each * group:
         block_m *= 2
     while block_m < group:
         block_m *= 2

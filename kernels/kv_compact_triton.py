@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("max_pages", "max_accepted"))
 def _compact_kv_kernel(
     pool_ptr, page_tables_ptr, starts_ptr, accepted_ptr, planes, page_size, token_words, max_pages, max_accepted,
     BLOCK: tl.constexpr,

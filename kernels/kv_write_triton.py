@@ -23,7 +23,7 @@ def _write_rows_kernel(
     tl.store(v_pages_ptr + at, v.to(v_pages_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("max_pages",))
 def _write_kv_kernel(
     k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, row_segment_ptr, segment_rows_ptr, segment_start_ptr, page_tables_ptr,
     k_stride, v_stride, page_stride, max_pages, page_size, width, BLOCK: tl.constexpr,

@@ -45,7 +45,7 @@ def _store_part(
     tl.store(v_pages_ptr + to_page + columns, in_pages, mask=inside & is_v & is_written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("max_pages",))
 def _place_qkv_kernel(
     qkv_ptr, q_rotated_ptr, k_pages_ptr, v_pages_ptr, q_norm_ptr, k_norm_ptr, positions_ptr, cos_ptr, sin_ptr,
     row_slots_ptr, row_segment_ptr, segment_rows_ptr, segment_start_ptr, page_tables_ptr,
