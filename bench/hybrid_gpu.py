@@ -1,8 +1,8 @@
 """Measures recurrent state and verify state on a GPU, at the dimensions of Qwen3-Next-80B-A3B, without its weights.
 
-`python -m graftline.bench.hybrid_gpu --out results/hybrid_gpu.json` answers three questions: do the pools of both roles
-take what the plan says (beside the driver's own figure); what does replay cost and save against snapshots, bit for bit;
-what do prompt chunks gain over a loop over tokens. Needs one GPU with 120 GB free, for a minute or two.
+`python -m graftline.bench.hybrid_gpu --out results/hybrid_gpu.json` answers two questions: do the pools of both roles
+take what the plan says (beside the driver's own figure); what does replay cost and save against snapshots, bit for bit.
+Needs one GPU with 120 GB free, for a minute or two.
 """
 
 import argparse
@@ -76,7 +76,6 @@ class Sizes:
         ("V8 tree, 3 accepted", (-1, 0, 0, 1, 1, 2, 3, 5), (0, 2, 5)),
     )
     rounds: int = 20
-    prompt_tokens: int = 2048
 
     @property
     def linear(self) -> LinearShape:
@@ -107,6 +106,7 @@ def role_config(sizes: Sizes, role: Role, num_layers: int) -> EngineConfig:
     return EngineConfig(
         model="published",
         role=role,
+        verify_state=VerifyMode.SNAPSHOT,
         draft_head=MTP_HEAD,
         devices=(sizes.device,),
         layer_split=(num_layers,),
@@ -314,50 +314,6 @@ def _plain_state(layers: Layers, accepted: Sequence[int]) -> Tensor:
     return pool.data
 
 
-# --- prompt chunks ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTimes:
-    """Seconds of one layer's recurrence over a prompt, and how far the two ways lie apart."""
-
-    tokens: int
-    chunked_s: float
-    token_loop_s: float
-    largest_difference: float
-
-
-def measure_prompt(sizes: Sizes) -> PromptTimes | None:
-    """Chunks of 16 beside the loop over tokens; None on CPU, where there is only the loop."""
-    if sizes.device == "cpu":
-        return None
-    from graftline.kernels.gated_delta_triton import gated_delta_by_token, gated_delta_chunked
-
-    shape, count = sizes.linear, sizes.prompt_tokens
-    layers = Layers(sizes, count, [-1])
-    rows = chain_rows([0], [count], sizes.device)
-    pool = StatePool(StateGeometry((0,), shape, torch.bfloat16), 1, sizes.device)
-    one = torch.full((shape.num_value_heads,), 0.5, device=sizes.device)
-    q, k, decay, beta = delta_inputs(
-        layers.x, layers.gates, one, torch.zeros_like(one), shape.num_key_heads, shape.key_dim
-    )
-    v, states = layers.x[:, 2 * shape.key_size :], pool.states(0)
-
-    def chunked() -> Tensor:
-        return gated_delta_chunked(q, k, v, decay, beta, states, rows)
-
-    def loop() -> Tensor:
-        made = gated_delta_by_token(q, k, v, decay, beta, states, rows, None)
-        assert made is not None
-        return made
-
-    states.zero_()
-    first = chunked()
-    states.zero_()
-    difference = float((first.float() - loop().float()).abs().max())
-    return PromptTimes(count, timed(sizes, chunked), timed(sizes, loop), difference)
-
-
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
@@ -400,7 +356,6 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             for name, parents, accepted in sizes.trees
             for batch in sizes.batches
         ]
-        prompt = measure_prompt(sizes)
     return {
         "machine": torch.cuda.get_device_name() if sizes.device != "cpu" else platform.processor(),
         "torch": torch.__version__,
@@ -416,7 +371,6 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             }
             for result in compared
         ],
-        "prompt": None if prompt is None else asdict(prompt),
     }
 
 

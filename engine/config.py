@@ -88,7 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tree: TreeShape = TreeShape()
     real_trees: bool = True
     prefix_cache: bool = True
-    verify_state: VerifyMode = VerifyMode.SNAPSHOT
+    verify_state: VerifyMode = VerifyMode.REPLAY
     threads: int = 1
     heartbeat_s: float = 0.5
     stage_timeout_s: float = 20.0

@@ -1,8 +1,5 @@
-"""Triton kernels of `graftline.kernels.gated_delta`.
-
-Token by token (decode, tree verify, commit): a program takes a block of columns of one head's state, which stays in
-registers. Prompt chunks go 16 tokens at a time: within a chunk the updates are solved for at once (the UT transform of
-Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule"), between chunks the state is carried on.
+"""Triton kernels of `graftline.kernels.gated_delta`, token by token: a program takes a block of columns of one head's
+state, which stays in registers, for prompt chunks, decode, tree verify and commit alike.
 """
 
 import torch
@@ -13,8 +10,6 @@ from torch import Tensor
 from graftline.kernels.state_rows import StateRows
 
 _BLOCK_V = 32
-_CHUNK = 16
-_LEAST_CHUNKED_ROWS = 64  # a segment: below this the loop over tokens is as fast
 
 
 @triton.jit
@@ -132,61 +127,6 @@ def _gated_delta_kernel(
 
 
 @triton.jit
-def _gated_delta_chunked_kernel(
-    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, states_ptr, out_ptr, segment_rows_ptr, slots_ptr,
-    v_stride, slot_stride, key_heads, value_heads, key_dim, value_dim,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    segment = tl.program_id(0)
-    head = tl.program_id(1)
-    d = tl.arange(0, BLOCK_K)
-    e = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    t = tl.arange(0, CHUNK)
-    first = tl.load(segment_rows_ptr + segment)
-    end = tl.load(segment_rows_ptr + segment + 1)
-    slot = tl.load(slots_ptr + segment).to(tl.int64)
-    key_head = head // (value_heads // key_heads)
-    inside = (d[:, None] < key_dim) & (e[None, :] < value_dim)
-    own = states_ptr + slot * slot_stride + head * key_dim * value_dim + d[:, None] * value_dim + e[None, :]
-    state = tl.load(own, mask=inside, other=0.0)
-    identity = (t[:, None] == t[None, :]).to(tl.float32)
-    for start in range(first, end, CHUNK):
-        row = (start + t).to(tl.int64)
-        real = start + t < end
-        keys_at = (row[:, None] * key_heads + key_head) * key_dim + d[None, :]
-        keys_mask = real[:, None] & (d[None, :] < key_dim)
-        key = tl.load(k_ptr + keys_at, mask=keys_mask, other=0.0)  # [CHUNK, BLOCK_K]
-        query = tl.load(q_ptr + keys_at, mask=keys_mask, other=0.0)
-        values_mask = real[:, None] & (e[None, :] < value_dim)
-        value = tl.load(
-            v_ptr + row[:, None] * v_stride + head * value_dim + e[None, :], mask=values_mask, other=0.0
-        ).to(tl.float32)  # [CHUNK, BLOCK_V]
-        # Rows past the end neither decay nor write. A decay of 0 becomes one of 1e-38: nothing shines through either.
-        decay = tl.load(decay_ptr + row * value_heads + head, mask=real, other=1.0)
-        beta = tl.load(beta_ptr + row * value_heads + head, mask=real, other=0.0)
-        passed = tl.cumsum(tl.log(tl.maximum(decay, 1e-38)), 0).to(tl.float32)  # the interpreter widens
-        fade = tl.where(t[:, None] >= t[None, :], tl.exp(tl.minimum(passed[:, None] - passed[None, :], 0.0)), 0.0)
-        # u = (I + B)^-1 beta (v - decayed k S), B strictly lower triangular; B^16 = 0, so the inverse is a product.
-        lower = tl.dot(key, tl.trans(key), input_precision="ieee") * fade * beta[:, None]
-        power = -tl.where(t[:, None] > t[None, :], lower, 0.0)
-        inverse = identity + power
-        for _ in tl.static_range(3):
-            power = tl.dot(power, power, input_precision="ieee")
-            inverse = tl.dot(inverse, identity + power, input_precision="ieee")
-        since = tl.exp(passed)[:, None]
-        wanted = (value - tl.dot(key * since, state, input_precision="ieee")) * beta[:, None]
-        change = tl.dot(inverse, wanted, input_precision="ieee")  # [CHUNK, BLOCK_V]
-        seen = tl.dot(query, tl.trans(key), input_precision="ieee") * fade
-        out = tl.dot(query * since, state, input_precision="ieee") + tl.dot(seen, change, input_precision="ieee")
-        out_at = (row[:, None] * value_heads + head) * value_dim + e[None, :]
-        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=values_mask)
-        whole = tl.sum(tl.where(t == CHUNK - 1, passed, 0.0))
-        left = tl.exp(whole - passed)[:, None]
-        state = state * tl.exp(whole) + tl.dot(tl.trans(key * left), change, input_precision="ieee")
-    tl.store(own, state, mask=inside)
-
-
-@triton.jit
 def _gated_norm_kernel(x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, heads, dim, eps, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -225,23 +165,7 @@ def gated_delta(
     rows: StateRows,
     node_states: Tensor | None,
 ) -> Tensor | None:
-    """See `graftline.kernels.gated_delta.gated_delta`."""
-    if q is not None and rows.max_tree_rows == 0 and rows.num_rows >= _LEAST_CHUNKED_ROWS * rows.num_segments:
-        return gated_delta_chunked(q, k, v, decay, beta, states, rows)
-    return gated_delta_by_token(q, k, v, decay, beta, states, rows, node_states)
-
-
-def gated_delta_by_token(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    rows: StateRows,
-    node_states: Tensor | None,
-) -> Tensor | None:
-    """Any rows. A token's bits depend on its path alone."""
+    """See `graftline.kernels.gated_delta.gated_delta`. A token's bits depend on its path alone."""
     value_heads, key_dim, value_dim = states.shape[1:]
     out = None if q is None else torch.empty(rows.num_rows, value_heads, value_dim, dtype=v.dtype, device=v.device)
     block_v = min(_BLOCK_V, triton.next_power_of_2(value_dim))
@@ -252,21 +176,6 @@ def gated_delta_by_token(
         v.stride(0), states.stride(0), nodes.stride(0), nodes.stride(1), k.shape[1], value_heads, key_dim, value_dim,
         HAS_Q=q is not None, KEEP=node_states is not None, BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v,
         enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
-
-
-def gated_delta_chunked(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, rows: StateRows
-) -> Tensor:
-    """Chunks of prompts only. Its bits depend on where the chunks of 16 lie, its values do not."""
-    value_heads, key_dim, value_dim = states.shape[1:]
-    out = torch.empty(rows.num_rows, value_heads, value_dim, dtype=v.dtype, device=v.device)
-    block_v = max(16, min(_BLOCK_V, triton.next_power_of_2(value_dim)))
-    _gated_delta_chunked_kernel[(rows.num_segments, value_heads, triton.cdiv(value_dim, block_v))](
-        q, k, v, decay, beta, states, out, rows.segment_rows, rows.slots, v.stride(0), states.stride(0), k.shape[1],
-        value_heads, key_dim, value_dim, BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_V=block_v,
-        CHUNK=_CHUNK,
     )  # fmt: skip
     return out
 

@@ -81,7 +81,7 @@ class ClusterSpec:
     max_running: int = 16
     max_queued: int = 1024
     prefix_cache: bool = True
-    verify_state: VerifyMode = VerifyMode.SNAPSHOT
+    verify_state: VerifyMode = VerifyMode.REPLAY
     threads: int = 0
     stage_timeout_s: float = 20.0
     quarantine_s: float = 60.0

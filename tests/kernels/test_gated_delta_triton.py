@@ -100,7 +100,7 @@ def test_recurrence_over_trees_and_chunks(keep: bool) -> None:
     states, nodes = state_slots(3), state_slots(3, 5) if keep else None
     moved, kept = there(states.clone()), None if nodes is None else there(nodes.clone())
     with poisoned_allocations():
-        out = gated_delta_triton.gated_delta_by_token(*case.there(), moved, rows_there(case.rows), kept)
+        out = gated_delta_triton.gated_delta(*case.there(), moved, rows_there(case.rows), kept)
     wanted = gated_delta_reference(*case.inputs, states, case.rows, nodes)
     assert out is not None
     assert wanted is not None
@@ -108,20 +108,6 @@ def test_recurrence_over_trees_and_chunks(keep: bool) -> None:
     close(moved, states)
     if kept is not None and nodes is not None:
         close(kept, nodes)
-
-
-def test_prompt_chunks_by_sixteens() -> None:
-    case = Recurrence(state_rows([StateSegment(1, 37), StateSegment(0, 16), StateSegment(2, 5)]))
-    q, k, v, decay, beta = case.inputs
-    decay[3], beta[4] = 0.0, 1.0  # all that was before is forgotten; all of a value is taken
-    states = state_slots(3)
-    moved = there(states.clone())
-    with poisoned_allocations():
-        out = gated_delta_triton.gated_delta_chunked(*case.there(), moved, rows_there(case.rows))
-    wanted = gated_delta_reference(q, k, v, decay, beta, states, case.rows, None)
-    assert wanted is not None
-    close(out, wanted)
-    close(moved, states)
 
 
 @pytest.mark.parametrize("one_gate", [False, True])

@@ -175,10 +175,11 @@ def rows_there(rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     return tuple(map(there, (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)))
 
 
-@pytest.mark.parametrize("count", [1, 7, 150])
-def test_sample(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draws of the CPU: same filters, same noise."""
+@pytest.mark.parametrize(("count", "max_candidates"), [(1, 8), (150, 8192), (150, 12)])
+def test_sample(count: int, max_candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draws of the CPU: same filters, same noise; rows thinned out first, or not where too many remain."""
     monkeypatch.setattr(sample_triton, "_BLOCK", 64)
+    monkeypatch.setattr(sample_triton, "_MAX_CANDIDATES", max_candidates)
     logits = 2 * normal(10, count, seed=1)
     logits[8] = logits[8].round()  # ties at every threshold
     logits[9] = logits[9].round()
@@ -243,7 +244,7 @@ def test_scores_that_are_nan_choose_nodes_that_there_are() -> None:
     scores = torch.full((2, 6), torch.nan)
     scores[1] = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
     selected, nodes = tree_growth_triton.select_tree(there(scores), there(parents), 3)
-    assert (selected.cpu() >= 0).all() and (selected.cpu() < 6).all()
+    assert ((selected.cpu() >= 0) & (selected.cpu() < 6)).all()
     assert (selected[1].tolist(), nodes[1].tolist()) == ([0, 1, 2], [0, 0, 1])
     best, _, _, _ = tree_growth_triton.select_children(
         there(torch.full((1, 2), torch.nan)),

@@ -30,7 +30,7 @@ _POINTERS = {
     "num_nodes_ptr": "*i32", "depths_ptr": "*i32", "tokens_ptr": "*i64", "sampled_ptr": "*i64", "path_ptr": "*i32",
     "num_accepted_ptr": "*i32",
 }  # fmt: skip
-_WIDE_KEYS = ("_gated_delta_kernel", "_gated_delta_chunked_kernel", "_store_inputs_kernel")
+_WIDE_KEYS = ("_gated_delta_kernel", "_store_inputs_kernel")
 _OVERRIDES = {(kernel, "parents_ptr"): "*i64" for kernel in ("_select_tree_kernel", "_walk_trees_kernel")} | {
     (kernel, name): "*fp32" for kernel in _WIDE_KEYS for name in ("q_ptr", "k_ptr")
 }
@@ -42,7 +42,6 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {
     "_gated_delta_kernel": [
         {"HAS_Q": has_q, "KEEP": keep, **_HEAD} for has_q, keep in ((True, True), (True, False), (False, False))
     ],
-    "_gated_delta_chunked_kernel": [{"CHUNK": 16, **_HEAD}],
     "_sigmoid_mul_kernel": [{"ONE_GATE": one, "BLOCK": 1024} for one in (False, True)],
     "_replay_states_kernel": [_HEAD],
     "_replay_windows_kernel": [{"WIDTH": 4, "BLOCK": 512}],

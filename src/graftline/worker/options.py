@@ -81,7 +81,7 @@ class EngineOptions:
     max_running: int = 16
     max_queued: int = 1024
     prefix_cache: bool = True
-    verify_state: VerifyMode = VerifyMode.SNAPSHOT
+    verify_state: VerifyMode = VerifyMode.REPLAY
     cuda_graphs: bool = True
     overlap: bool = True
     threads: int = 0
