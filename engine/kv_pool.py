@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftline.engine.pool_memory import PoolMemory
+
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
@@ -58,16 +60,9 @@ class KvPool:
         self.scratch_pages = scratch_pages
         self.layers = tuple(layers)
         # Zeros, not empty: garbage read through a bug must at least be the same garbage in every run.
-        self.data = torch.zeros(
-            num_pages + scratch_pages,
-            geometry.num_layers,
-            2,
-            geometry.page_size,
-            geometry.num_kv_heads,
-            geometry.head_dim,
-            dtype=geometry.dtype,
-            device=device,
-        )
+        shape = (geometry.num_layers, 2, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
+        self._memory = PoolMemory((num_pages + scratch_pages, *shape), geometry.dtype, torch.device(device))
+        self.data = self._memory.data
 
     @property
     def num_bytes(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graftline.engine.models.hybrid_config import LinearShape
+from graftline.engine.pool_memory import PoolMemory
 from graftline.kernels.state_commit import typed_view
 
 _ALIGNMENT = 16
@@ -75,7 +76,8 @@ class StatePool:
     def __init__(self, geometry: StateGeometry, num_slots: int, device: torch.device | str = "cpu") -> None:
         self.geometry = geometry
         self.num_slots = num_slots
-        self.data = torch.zeros(num_slots + 1, geometry.slot_bytes, dtype=torch.uint8, device=device)
+        self._memory = PoolMemory((num_slots + 1, geometry.slot_bytes), torch.uint8, torch.device(device))
+        self.data = self._memory.data
         self._windows = {layer: geometry.windows(self.data, layer) for layer in geometry.layers}
         self._states = {layer: geometry.states(self.data, layer) for layer in geometry.layers}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 from graftline.errors import InvalidRequestError
+from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath
 from graftline.proto.v1 import common_pb2
 
 _ADDRESS_LIMIT = 1 << 64
@@ -133,6 +134,11 @@ class BufferLayout:
 class StageLayout:
     """The buffers of one stage and the transfer session under which they can be written.
 
+    Args:
+        session_id: the one that writes go to.
+        host_id: equal for processes that can open each other's GPU memory; empty: unknown.
+        endpoints: all ways into the stage, before one of them was chosen; empty: there is only the session.
+
     Raises:
         InvalidRequestError: no session, no buffers, a repeated key, or two buffers that share bytes.
     """
@@ -140,6 +146,8 @@ class StageLayout:
     stage: int
     session_id: str
     buffers: tuple[BufferLayout, ...]
+    host_id: str = ""
+    endpoints: tuple[Endpoint, ...] = ()
 
     def __post_init__(self) -> None:
         if self.stage < 0:
@@ -159,6 +167,11 @@ class StageLayout:
             stage=self.stage,
             session_id=self.session_id,
             buffers=[buffer.to_proto() for buffer in self.buffers],
+            host_id=self.host_id,
+            endpoints=[
+                common_pb2.TransferEndpoint(path=endpoint.path.value, session_id=endpoint.session_id)
+                for endpoint in self.endpoints
+            ],
         )
 
     @classmethod
@@ -169,7 +182,13 @@ class StageLayout:
             InvalidRequestError: see `StageLayout` and `BufferLayout`.
         """
         buffers = tuple(BufferLayout.from_proto(buffer) for buffer in message.buffers)
-        return cls(message.stage, message.session_id, buffers)
+        known = {path.value for path in TransferPath}
+        endpoints = tuple(
+            Endpoint(TransferPath(endpoint.path), endpoint.session_id)
+            for endpoint in message.endpoints
+            if endpoint.path in known  # a newer peer may have ways that are unknown here
+        )
+        return cls(message.stage, message.session_id, buffers, message.host_id, endpoints)
 
 
 @dataclass(frozen=True, slots=True)

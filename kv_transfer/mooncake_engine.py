@@ -21,7 +21,9 @@ _DISTRIBUTIONS = (
     "mooncake-transfer-engine",
 )
 _FIRST_ACKNOWLEDGING = (0, 3, 13, 1)  # 0.3.13.post1; older ones report success when the bytes have left
+_CUDA_DISTRIBUTIONS = ("mooncake-transfer-engine-cuda13", "mooncake-transfer-engine")
 _PROTOCOLS = ("tcp", "rdma")
+_INTRA_NODE = "MC_INTRANODE_NVLINK"
 _WILDCARD_NAMES = ("", "*")
 
 
@@ -40,8 +42,15 @@ class Engine(Protocol):
     def transfer_submit_write(self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int) -> int:
         """A batch id; 0 or -1 (signed or not) when nothing was submitted."""
 
+    def batch_transfer_async_write(
+        self, target_hostname: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
+    ) -> int:
+        """The same for several copies at once."""
+
     def transfer_check_status(self, batch_id: int) -> int:
-        """0 under way, 1 done, anything else failed. A real batch id only, and never again after its end."""
+        """0 under way, 1 done, anything else failed; of a batch of several copies, how it stands with the first. A real
+        batch id only, and never again after its end.
+        """
 
     def send_probe(self, peer_server_name: str) -> int:
         """0 when the peer answered. Blocks for a minute when the peer accepts and stays silent."""
@@ -62,11 +71,13 @@ class MooncakeConfig:
         stall_timeout_s: a TCP write without any progress for this long has failed. Late bytes of a failed write can
             land until the peer has read what its kernel holds: see `docs/transfer.md`.
         contact_timeout_s: how long a peer may take to answer before anything is sent to it.
-        max_in_flight: copies that are under way to one peer at a time.
+        max_in_flight: batches that are under way to one peer at a time.
         max_copy_bytes: longer copies are cut, so that several connections carry them.
+        copies_per_batch: copies that are handed over in one call; more than one only where they end together.
+        spin_s: how long the end of a write is waited for without pauses.
         min_port: lowest port of the control listener, together with `max_port`.
         max_port: one past its highest port.
-        intra_node_nvlink: GPU memory goes over NVLink or peer copies to peers of this host (CUDA builds).
+        intra_node_nvlink: GPU memory goes over NVLink or peer copies, to peers of this host only (CUDA builds).
 
     Raises:
         InvalidRequestError: a value that cannot work.
@@ -79,6 +90,8 @@ class MooncakeConfig:
     contact_timeout_s: float = 5.0
     max_in_flight: int = 16
     max_copy_bytes: int = 4 << 20
+    copies_per_batch: int = 1
+    spin_s: float = 0.0
     min_port: int = 15000
     max_port: int = 17000
     intra_node_nvlink: bool = False
@@ -90,6 +103,12 @@ class MooncakeConfig:
         _require("stall_timeout_s", self.stall_timeout_s >= 1, f"{self.stall_timeout_s} is below 1")
         _require("contact_timeout_s", self.contact_timeout_s > 0, f"{self.contact_timeout_s} is not positive")
         _require("max_in_flight", 1 <= self.max_in_flight <= 512, f"{self.max_in_flight} is outside [1, 512]")
+        _require(
+            "copies_per_batch",
+            self.copies_per_batch == 1 or (self.copies_per_batch > 1 and self.intra_node_nvlink),
+            f"{self.copies_per_batch} is not 1",
+        )
+        _require("spin_s", self.spin_s >= 0, f"{self.spin_s} is negative")
         _require("max_copy_bytes", self.max_copy_bytes >= 4096, f"{self.max_copy_bytes} is below 4096")
         ports = f"[{self.min_port}, {self.max_port})"
         _require("min_port", 1024 <= self.min_port < self.max_port <= 65535, f"{ports} is no port range")
@@ -108,8 +127,27 @@ class MooncakeConfig:
             "MC_MAX_RPC_PORT": str(self.max_port),
         }
         if self.intra_node_nvlink:
-            settings["MC_INTRANODE_NVLINK"] = "1"
+            settings[_INTRA_NODE] = "1"
         return settings
+
+
+def intra_node_config(host: str, stall_timeout_s: int = 10) -> MooncakeConfig:
+    """For GPU pools and peers on this host. The engine copies on a CUDA stream of the calling thread: copies of one
+    batch end together, need not be cut, and are over in microseconds to milliseconds.
+    """
+    return MooncakeConfig(
+        host,
+        stall_timeout_s=stall_timeout_s,
+        max_copy_bytes=1 << 30,
+        copies_per_batch=1024,
+        spin_s=0.001,
+        intra_node_nvlink=True,
+    )
+
+
+def has_intra_node(versions: Mapping[str, str]) -> bool:
+    """Whether an installed build knows the intra-node way: those for CUDA do."""
+    return any(name in versions for name in _CUDA_DISTRIBUTIONS)
 
 
 def start_engine(config: MooncakeConfig) -> Engine:
@@ -120,6 +158,7 @@ def start_engine(config: MooncakeConfig) -> Engine:
         PeerUnavailableError: Mooncake is not installed or did not start.
     """
     _refuse_unacknowledged_writes(os.environ, installed_versions())
+    os.environ.pop(_INTRA_NODE, None)  # an engine of this process that was started before may have wanted it
     os.environ.update(config.environment())
     try:
         raw = cast(_RawEngine, importlib.import_module("mooncake.engine").TransferEngine())

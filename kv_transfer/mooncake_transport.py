@@ -7,6 +7,8 @@ What the engine does when left alone, and what is done about it here:
   number is under way at a time, and they are polled with growing pauses.
 - It remembers a peer's data port for ever. So the one retry uses a second spelling of the peer's name, which makes the
   engine shake hands again.
+- The intra-node way for GPUs copies on one CUDA stream of the calling thread and calls a copy done when that stream has
+  nothing left to do. So there many copies make a batch, and how its first copy stands says how all of them do.
 - A failed write may still land. So nothing is retried unless the failure was quick, which means that the peer's side of
   the connection was gone, and the error says whether late bytes are possible.
 """
@@ -79,7 +81,7 @@ class _Attempt:
 
     start_s: float
     waiting: deque[Copy]
-    under_way: deque[tuple[int, Copy]] = field(default_factory=deque)
+    under_way: deque[tuple[int, list[Copy]]] = field(default_factory=deque)
     failed: list[Copy] = field(default_factory=list)
     submitted: int = 0
     timed_out: bool = False
@@ -99,7 +101,7 @@ class _Attempt:
         """Closes the books: what did not arrive has failed. Returns the batches that the engine still holds."""
         self.seconds = time.monotonic() - self.start_s
         batch_ids = [batch_id for batch_id, _ in self.under_way]
-        self.failed += [copy for _, copy in self.under_way]
+        self.failed += [copy for _, copies in self.under_way for copy in copies]
         self.failed += self.waiting
         return batch_ids
 
@@ -124,6 +126,7 @@ class MooncakeTransport:
         self._session_id = f"{config.host}:{port}"
         self._regions = MemoryRegions()
         self._sessions: dict[str, _Session] = {}
+        self._spellings: dict[str, int] = {}  # of forgotten sessions, the next one
         self._lock = threading.Lock()  # guards _regions, _sessions, _closed, _writers
         self._idle = threading.Condition(self._lock)
         self._opening = threading.Lock()  # first contacts one after another
@@ -164,6 +167,10 @@ class MooncakeTransport:
         """See `Transport`."""
         with self._lock:
             session = self._sessions.pop(session_id, None)
+            if session is not None:
+                # A process that takes the port over must not be taken for this one: the engine would go on writing into
+                # the memory of the old one, which on the intra-node way never fails.
+                self._spellings[session_id] = (session.spelling + 1) % _MAX_SPELLINGS
         if session is not None and session.turn.acquire(blocking=False):
             self._reap(session)
             session.turn.release()
@@ -204,7 +211,11 @@ class MooncakeTransport:
     def _session(self, session_id: str) -> _Session:
         _require_session_id(session_id)
         with self._lock:
-            return self._sessions.setdefault(session_id, _Session(session_id))
+            session = self._sessions.get(session_id)
+            if session is None:
+                spelling = self._spellings.get(session_id, 0)
+                session = self._sessions[session_id] = _Session(session_id, spelling=spelling)
+            return session
 
     def _write(self, session: _Session, copies: Sequence[Copy], deadline_s: float) -> None:
         self._reap(session)
@@ -254,51 +265,62 @@ class MooncakeTransport:
         """
         attempt = _Attempt(start_s=time.monotonic(), waiting=deque(copies))
         pause_s = _FIRST_PAUSE_S
+        spin_until_s = attempt.start_s + self._config.spin_s
         while not attempt.ended:
             if time.monotonic() >= deadline_s:
                 attempt.timed_out = True
                 break
             self._fill(session, attempt, deadline_s)
             if attempt.under_way and not self._collect_oldest(attempt):
+                if time.monotonic() < spin_until_s:
+                    time.sleep(0)
+                    continue
                 time.sleep(pause_s)
                 pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
         session.abandoned.extend(attempt.give_up())
         return attempt
 
     def _fill(self, session: _Session, attempt: _Attempt, deadline_s: float) -> None:
-        """Submits as many copies as may be under way; none after a failure."""
+        """Submits as many batches as may be under way; none after a failure."""
         while attempt.waiting and not attempt.failed and len(attempt.under_way) < self._config.max_in_flight:
-            copy = attempt.waiting.popleft()
-            batch_id = self._submit(session, copy, deadline_s)
+            size = min(self._config.copies_per_batch, len(attempt.waiting))
+            copies = [attempt.waiting.popleft() for _ in range(size)]
+            batch_id = self._submit(session, copies, deadline_s)
             if batch_id is None:
-                attempt.failed.append(copy)
+                attempt.failed += copies
             else:
-                attempt.under_way.append((batch_id, copy))
-                attempt.submitted += 1
+                attempt.under_way.append((batch_id, copies))
+                attempt.submitted += size
 
     def _collect_oldest(self, attempt: _Attempt) -> bool:
-        """Takes the oldest copy's end, if it has ended."""
-        batch_id, copy = attempt.under_way[0]
+        """Takes the oldest batch's end, if it has ended."""
+        batch_id, copies = attempt.under_way[0]
         status = self._engine.transfer_check_status(batch_id)
         if status == _UNDER_WAY:
             return False
         attempt.under_way.popleft()
         if status != _DONE:
-            attempt.failed.append(copy)
+            attempt.failed += copies
         return True
 
-    def _submit(self, session: _Session, copy: Copy, deadline_s: float) -> int | None:
-        """Hands one copy to the engine; None when the engine did not take it."""
+    def _submit(self, session: _Session, copies: list[Copy], deadline_s: float) -> int | None:
+        """Hands copies to the engine; None when the engine did not take them."""
         if session.opened:
-            return _batch_id(self._engine.transfer_submit_write(session.target, *copy))
+            return self._hand_over(session, copies)
         if not self._opening.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
             return None
         try:
-            batch_id = _batch_id(self._engine.transfer_submit_write(session.target, *copy))
+            batch_id = self._hand_over(session, copies)
         finally:
             self._opening.release()
         session.opened = batch_id is not None
         return batch_id
+
+    def _hand_over(self, session: _Session, copies: list[Copy]) -> int | None:
+        if len(copies) == 1:
+            return _batch_id(self._engine.transfer_submit_write(session.target, *copies[0]))
+        sources, targets, lengths = (list(column) for column in zip(*copies, strict=True))
+        return _batch_id(self._engine.batch_transfer_async_write(session.target, sources, targets, lengths))
 
     def _reap(self, session: _Session) -> int:
         """Lets the engine free batches that were given up on and have ended since; how many are left."""

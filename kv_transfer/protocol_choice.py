@@ -1,7 +1,7 @@
-"""Which way bytes go between two processes, decided from where they run and where their pools lie."""
+"""Which way bytes go between two processes, decided from where they run and what each of them offers."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,29 +17,26 @@ class TransferPath(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class TransferDevices:
-    """What one process has.
+class Endpoint:
+    """A way into a process, with the session it has there."""
 
-    Args:
-        pools_on_gpu: its pools are GPU memory from plain device allocations (no expandable segments).
-        rdma_devices: RDMA devices it may use.
-    """
-
-    pools_on_gpu: bool = False
-    rdma_devices: tuple[str, ...] = ()
+    path: TransferPath
+    session_id: str
 
 
-def choose_path(local_host_id: str, peer_host_id: str, local: TransferDevices, peer: TransferDevices) -> TransferPath:
-    """The fastest way that works for both.
-
-    The engine settles on the intra-node way when it starts, for all its peers: a process with peers on this host and on
-    others needs a transport for each way.
-    """
-    if local_host_id == peer_host_id and local.pools_on_gpu and peer.pools_on_gpu:
-        return TransferPath.INTRA_NODE_GPU
-    if local.rdma_devices and peer.rdma_devices:
-        return TransferPath.RDMA
-    return TransferPath.TCP
+def choose_path(
+    local_host_id: str, peer_host_id: str, local: Collection[TransferPath], peer: Collection[TransferPath]
+) -> TransferPath | None:
+    """The fastest way that both have and that their places allow; None when there is none."""
+    same_host = bool(local_host_id) and local_host_id == peer_host_id
+    return next(
+        (
+            path
+            for path in TransferPath
+            if path in local and path in peer and (same_host or path is not TransferPath.INTRA_NODE_GPU)
+        ),
+        None,
+    )
 
 
 def host_id(proc: Path = Path("/proc")) -> str:

@@ -57,15 +57,22 @@ class TransferWorker:
         max_queued_jobs: jobs that may wait for one session.
         max_peers: sessions that may have a thread at a time.
         idle_s: a session without jobs for this long gives its thread back.
+        enter_thread: called first in every thread: GPUs have a current one for each thread.
     """
 
     def __init__(
-        self, transport: Transport, max_queued_jobs: int = 256, max_peers: int = 64, idle_s: float = 30.0
+        self,
+        transport: Transport,
+        max_queued_jobs: int = 256,
+        max_peers: int = 64,
+        idle_s: float = 30.0,
+        enter_thread: Callable[[], object] = lambda: None,
     ) -> None:
         self._transport = transport
         self._max_queued_jobs = max_queued_jobs
         self._max_peers = max_peers
         self._idle_s = idle_s
+        self._enter_thread = enter_thread
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)  # signalled when a job or a lane ends
         self._lanes: dict[str, _Lane] = {}
@@ -231,6 +238,7 @@ class TransferWorker:
     # --- a lane's thread -----------------------------------------------------------------------------------------
 
     def _run_lane(self, lane: _Lane) -> None:
+        self._enter_thread()
         while (job := self._next_job(lane)) is not None:
             outcome = self._run(lane, job)
             with self._lock:

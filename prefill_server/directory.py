@@ -7,6 +7,7 @@ from typing import Protocol
 from graftline.errors import InvalidRequestError
 from graftline.kv_transfer.copy_plan import require_matched
 from graftline.kv_transfer.layout import WorkerLayout
+from graftline.kv_transfer.routed_transport import require_reachable
 from graftline.proto.v1 import common_pb2
 from graftline.worker.facts import encode_peer
 
@@ -39,7 +40,9 @@ class EngineDirectory:
         """See `PeerDirectory.pair`."""
         if not decode.address:
             raise InvalidRequestError("decode.address", "is empty")
-        require_matched(self._own, WorkerLayout.from_proto(stages))
+        layout = WorkerLayout.from_proto(stages)
+        require_matched(self._own, layout)
+        require_reachable(self._own, layout)
         restarted = [peer for peer, address in self._address_of.items() if address == decode.address]
         for peer in restarted:
             if peer != decode.incarnation:

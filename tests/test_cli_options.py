@@ -74,7 +74,7 @@ def transfer_config(*arguments: str) -> TransferConfig:
 
 def test_ways_of_transfers() -> None:
     plain = transfer_config("--listen", "0.0.0.0:7001", "--advertise", "10.1.2.3")
-    assert (plain.host, plain.protocol, plain.intra_node_gpu) == ("10.1.2.3", TransferProtocol.TCP, False)
+    assert (plain.host, plain.protocol, plain.intra_node_gpu) == ("10.1.2.3", TransferProtocol.AUTO, True)
     rdma = transfer_config("--transfer-protocol", "rdma", "--rdma-devices", "mlx5_0,mlx5_1")
     assert (rdma.protocol, rdma.rdma_devices) == (TransferProtocol.RDMA, "mlx5_0,mlx5_1")
-    assert transfer_config("--intra-node-gpu").intra_node_gpu
+    assert not transfer_config("--no-intra-node-gpu").intra_node_gpu

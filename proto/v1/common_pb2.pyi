@@ -472,28 +472,65 @@ class BufferLayout(_message.Message):
 Global___BufferLayout: _TypeAlias = BufferLayout  # noqa: Y015
 
 @_typing.final
+class TransferEndpoint(_message.Message):
+    """One way of the transfer layer into a stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """intra-node-gpu, rdma, tcp."""
+    session_id: _builtins.str
+    """The session of this way."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferEndpoint: _TypeAlias = TransferEndpoint  # noqa: Y015
+
+@_typing.final
 class StageLayout(_message.Message):
-    """The pools of one stage and the transfer session under which they can be written."""
+    """The pools of one stage and the transfer sessions under which they can be written."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     BUFFERS_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     session_id: _builtins.str
+    """The session when there is only one way."""
+    host_id: _builtins.str
+    """Equal for processes that can open each other's GPU memory; empty: unknown."""
     @_builtins.property
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[Global___BufferLayout]: ...
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferEndpoint]:
+        """All ways; a writer takes the fastest that it has too. Empty: only session_id."""
+
     def __init__(
         self,
         *,
         stage: _builtins.int = ...,
         session_id: _builtins.str = ...,
         buffers: _abc.Iterable[Global___BufferLayout] | None = ...,
+        host_id: _builtins.str = ...,
+        endpoints: _abc.Iterable[Global___TransferEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "session_id", b"session_id", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "endpoints", b"endpoints", "host_id", b"host_id", "session_id", b"session_id", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,10 +88,14 @@ WORKER_OPTIONS = (
     Option("transport", TransportName, "How KV moves.", _NETWORK, default=TransportName.MOONCAKE),
     Option("transfer_host", str, "Host of the transfer ports; by default the one advertised.", _NETWORK, default=""),
     Option(
-        "transfer_protocol", TransferProtocol, "Between hosts: tcp or rdma.", _NETWORK, default=TransferProtocol.TCP
+        "transfer_protocol",
+        TransferProtocol,
+        "Between hosts.",
+        _NETWORK,
+        default=TransferProtocol.AUTO,
     ),
     Option("rdma_devices", str, "RDMA devices, comma-separated; by default the engine picks.", _NETWORK, default=""),
-    Option("intra_node_gpu", bool, "KV on GPUs over NVLink; all peers must be on this host.", _NETWORK, default=False),
+    Option("intra_node_gpu", bool, "KV between GPUs of one host by peer copies (NVLink).", _NETWORK, default=True),
     Option("stall_timeout_s", float, "A write without progress for so long has failed.", _NETWORK, 1, default=10.0),
     Option("order_timeout_s", float, "The last byte of a write must arrive by then.", _NETWORK, 1, default=30.0),
     Option("start_timeout_s", float, "Seconds for all stages to be ready.", _NETWORK, 1, default=300.0),

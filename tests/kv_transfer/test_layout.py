@@ -10,6 +10,7 @@ from graftline.kv_transfer.layout import (
     StageLayout,
     WorkerLayout,
 )
+from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath
 from graftline.proto.v1 import common_pb2
 
 K0, V0, K1 = BufferKey(BufferKind.K, 0), BufferKey(BufferKind.V, 0), BufferKey(BufferKind.K, 1)
@@ -53,7 +54,8 @@ def test_unit_addresses_step_by_the_stride() -> None:
 
 
 def test_stage_survives_the_wire() -> None:
-    stage = StageLayout(2, "host:15000", (buffer(), buffer(V0, base=4160)))
+    ways = (Endpoint(TransferPath.INTRA_NODE_GPU, "host:15001"), Endpoint(TransferPath.TCP, "host:15000"))
+    stage = StageLayout(2, "host:15000", (buffer(), buffer(V0, base=4160)), "boot/1", ways)
     message = common_pb2.StageLayout.FromString(stage.to_proto().SerializeToString())
     assert StageLayout.from_proto(message) == stage
 

@@ -1,17 +1,19 @@
 """What the transport makes of every answer the engine can give. The engine here is a scripted stand-in."""
 
 import itertools
+import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from graftline.errors import InvalidRequestError, PeerUnavailableError, TransferFailedError
 from graftline.kv_transfer import mooncake_engine, mooncake_transport
 from graftline.kv_transfer.copy_plan import Copy
-from graftline.kv_transfer.mooncake_engine import MooncakeConfig, start_engine
+from graftline.kv_transfer.mooncake_engine import MooncakeConfig, has_intra_node, intra_node_config, start_engine
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
 
 BASE, SIZE = 0x10000, 0x10000
@@ -30,6 +32,7 @@ class ScriptedEngine:
         self.looks: defaultdict[int, int] = defaultdict(int)
         self.submitted: list[tuple[str, int]] = []
         self.pieces: list[tuple[int, int, int]] = []
+        self.batches: list[list[tuple[int, int, int]]] = []
         self.probes: list[str] = []
         self.unregistered: list[int] = []
         self.most_under_way = 0
@@ -55,6 +58,12 @@ class ScriptedEngine:
         self.under_way[batch_id] = (target_hostname, buffer)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
         return batch_id
+
+    def batch_transfer_async_write(
+        self, target_hostname: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
+    ) -> int:
+        self.batches.append(list(zip(buffers, peer_buffer_addresses, lengths, strict=True)))
+        return self.transfer_submit_write(target_hostname, buffers[0], peer_buffer_addresses[0], lengths[0])
 
     def transfer_check_status(self, batch_id: int) -> int:
         assert batch_id in self.under_way, "a batch that never was or has ended: the real engine crashes here"
@@ -102,6 +111,33 @@ def test_many_copies_stay_within_the_bound_and_all_are_submitted_once(engine: Sc
     transport_over(engine).write(PEER, copies(23), in_s(5))
     assert engine.most_under_way == 4
     assert engine.submitted == [(PEER, copy.src_address) for copy in copies(23)]
+
+
+def test_copies_that_end_together_make_batches(engine: ScriptedEngine) -> None:
+    """On the intra-node way: every copy is handed over once, and a failed batch has failed with all its copies."""
+    config = MooncakeConfig("10.0.0.2", copies_per_batch=5, intra_node_nvlink=True, spin_s=0.001)
+    transport = MooncakeTransport(config, lambda _: engine)
+    transport.register(BASE, SIZE)
+    transport.write(PEER, copies(11), in_s(5))
+    assert [len(batch) for batch in engine.batches] == [5, 5]
+    last = (copies(11)[10].src_address, copies(11)[10].dst_address, 16)
+    assert [*engine.batches[0], *engine.batches[1], last] == [tuple(copy) for copy in copies(11)]
+    assert engine.submitted[-1] == (PEER, last[0])
+    engine.status = lambda target, address, looks: -1
+    with pytest.raises(TransferFailedError, match="11 copies"):
+        transport.write(PEER, copies(11), in_s(5))
+
+
+def test_a_session_that_comes_back_is_a_new_peer(engine: ScriptedEngine) -> None:
+    """A restarted process may get the old one's port; the engine must shake hands with it again."""
+    transport = transport_over(engine)
+    transport.write(PEER, copies(1), in_s(5))
+    transport.forget(PEER)
+    transport.write(PEER, copies(1), in_s(5))
+    transport.forget(PEER)
+    transport.write(PEER, copies(1), in_s(5))
+    assert [target for target, _ in engine.submitted] == [PEER, "10.0.0.1:015001", "10.0.0.1:0015001"]
+    assert engine.probes == [PEER] * 3
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 8192, 10_000])
@@ -315,6 +351,8 @@ def test_forgetting_a_peer_frees_its_ended_batches(engine: ScriptedEngine) -> No
         ({"host": "*"}, "wildcard"),
         ({"protocol": "nvlink_intra"}, "protocol"),
         ({"device": "mlx5_0"}, "device"),
+        ({"copies_per_batch": 2}, "copies_per_batch"),
+        ({"spin_s": -1.0}, "spin_s"),
         ({"stall_timeout_s": 0}, "stall_timeout_s"),
         ({"contact_timeout_s": 0.0}, "contact_timeout_s"),
         ({"max_in_flight": 0}, "max_in_flight"),
@@ -358,3 +396,23 @@ def test_settings_reach_the_engine_as_environment() -> None:
     assert environment["MC_TCP_PROGRESS_TIMEOUT_SEC"] == environment["MC_TCP_STATUS_TIMEOUT_SEC"] == "7"
     assert environment["MC_INTRANODE_NVLINK"] == "1"
     assert "MC_INTRANODE_NVLINK" not in MooncakeConfig("10.0.0.1").environment()
+    assert intra_node_config("10.0.0.1").environment()["MC_INTRANODE_NVLINK"] == "1"
+    assert has_intra_node({"mooncake-transfer-engine-cuda13": "0.3.14"})
+    assert not has_intra_node({"mooncake-transfer-engine-non-cuda": "0.3.14"})
+
+
+def test_an_engine_starts_without_what_the_one_before_it_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process has an engine for each way; each reads the environment when it starts."""
+    seen: list[str | None] = []
+
+    class Engine(ScriptedEngine):
+        def initialize(self, *_: str) -> int:
+            seen.append(os.environ.get("MC_INTRANODE_NVLINK"))
+            return 0
+
+    module = SimpleNamespace(TransferEngine=Engine)
+    monkeypatch.setattr(mooncake_engine.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    start_engine(intra_node_config("127.0.0.1"))
+    start_engine(MooncakeConfig("127.0.0.1"))
+    assert seen == ["1", None]

@@ -2,32 +2,34 @@ from pathlib import Path
 
 import pytest
 
-from graftline.kv_transfer.protocol_choice import TransferDevices, TransferPath, choose_path, host_id, rdma_devices
+from graftline.kv_transfer.protocol_choice import TransferPath, choose_path, host_id, rdma_devices
 
-GPU, CPU = TransferDevices(pools_on_gpu=True), TransferDevices()
-GPU_RDMA = TransferDevices(pools_on_gpu=True, rdma_devices=("mlx5_0",))
-CPU_RDMA = TransferDevices(rdma_devices=("mlx5_1",))
+INTRA, RDMA, TCP = TransferPath.INTRA_NODE_GPU, TransferPath.RDMA, TransferPath.TCP
 
 
 @pytest.mark.parametrize(
     ("same_host", "local", "peer", "path"),
     [
-        (True, GPU, GPU, TransferPath.INTRA_NODE_GPU),
-        (True, GPU_RDMA, GPU_RDMA, TransferPath.INTRA_NODE_GPU),
-        (True, GPU, CPU, TransferPath.TCP),
-        (True, CPU, GPU, TransferPath.TCP),
-        (True, CPU_RDMA, GPU_RDMA, TransferPath.RDMA),
-        (False, GPU, GPU, TransferPath.TCP),
-        (False, GPU_RDMA, GPU_RDMA, TransferPath.RDMA),
-        (False, GPU_RDMA, GPU, TransferPath.TCP),
-        (False, CPU, CPU, TransferPath.TCP),
+        (True, [INTRA, TCP], [INTRA, TCP], INTRA),
+        (True, [INTRA, RDMA, TCP], [INTRA, RDMA, TCP], INTRA),
+        (True, [INTRA, TCP], [TCP], TCP),
+        (True, [RDMA, TCP], [INTRA, RDMA, TCP], RDMA),
+        (False, [INTRA, TCP], [INTRA, TCP], TCP),
+        (False, [INTRA, RDMA, TCP], [INTRA, RDMA, TCP], RDMA),
+        (False, [INTRA, RDMA, TCP], [INTRA, TCP], TCP),
+        (False, [RDMA], [TCP], None),
+        (False, [INTRA], [INTRA], None),
     ],
 )
 def test_the_fastest_way_that_both_have(
-    same_host: bool, local: TransferDevices, peer: TransferDevices, path: TransferPath
+    same_host: bool, local: list[TransferPath], peer: list[TransferPath], path: TransferPath | None
 ) -> None:
     assert choose_path("host", "host" if same_host else "other", local, peer) is path
     assert choose_path("host", "host" if same_host else "other", peer, local) is path
+
+
+def test_an_unknown_host_is_another_one() -> None:
+    assert choose_path("", "", [INTRA, TCP], [INTRA, TCP]) is TCP
 
 
 def fake_proc(root: Path, boot_id: str) -> Path:

@@ -21,6 +21,8 @@ class TransportName(Enum):
 class TransferProtocol(Enum):
     """What carries the writes of the transfer engine between hosts."""
 
+    AUTO = "auto"
+    """RDMA where both sides have a device, else TCP."""
     TCP = "tcp"
     RDMA = "rdma"
 
@@ -36,16 +38,16 @@ class TransferConfig:
             below the quarantine of the decodes, so that no write of a forgotten order can meet a reused page.
         protocol: between hosts.
         rdma_devices: comma-separated; empty: the engine picks.
-        intra_node_gpu: GPU memory goes over NVLink or peer copies; all peers must be on this host then.
+        intra_node_gpu: between GPUs of one host, copies over NVLink or PCIe, or inside one GPU.
     """
 
     transport: TransportName = TransportName.MOONCAKE
     host: str = "127.0.0.1"
     stall_timeout_s: float = 10.0
     order_timeout_s: float = 30.0
-    protocol: TransferProtocol = TransferProtocol.TCP
+    protocol: TransferProtocol = TransferProtocol.AUTO
     rdma_devices: str = ""
-    intra_node_gpu: bool = False
+    intra_node_gpu: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,32 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+
+import torch
 
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.plan import SendDone, SendOrder, SentPool
+from graftline.engine.pool_memory import shares_gpu_memory
 from graftline.engine.state_pool import StatePool
 from graftline.engine.transfer_port import StagePools
-from graftline.errors import GraftlineError, InvalidRequestError
+from graftline.errors import GraftlineError, IncompatibleError, InvalidRequestError, PeerUnavailableError
 from graftline.kv_transfer.copy_plan import CopyPlanner
 from graftline.kv_transfer.in_process import InProcessHub
 from graftline.kv_transfer.layout import BufferKey, BufferKind, BufferLayout, StageLayout, WorkerLayout
-from graftline.kv_transfer.mooncake_engine import MooncakeConfig
+from graftline.kv_transfer.mooncake_engine import (
+    MooncakeConfig,
+    has_intra_node,
+    installed_versions,
+    intra_node_config,
+)
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
+from graftline.kv_transfer.protocol_choice import TransferPath, host_id, rdma_devices
+from graftline.kv_transfer.routed_transport import RoutedTransport
 from graftline.kv_transfer.transfer_job import Gather, TransferJob, TransferOutcome
 from graftline.kv_transfer.transfer_worker import TransferWorker
 from graftline.kv_transfer.transport import Transport
-from graftline.worker.config import TransferConfig, TransportName
+from graftline.worker.config import TransferConfig, TransferProtocol, TransportName
 from graftline.worker.facts import decode_peer
 
 logger = logging.getLogger(__name__)
@@ -39,22 +50,42 @@ class StagePort:
     """See `graftline.engine.transfer_port.TransferPort`.
 
     Args:
+        connect: the transport of this process, once it is known whether pools lie on GPUs.
         order_timeout_s: an order that is not acknowledged so long after it was given has failed, and nothing of it
             is written later: an order outlives no quarantine, even if this process was stopped in between.
     """
 
-    def __init__(self, stage: int, transport: Transport, order_timeout_s: float, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stage: int,
+        connect: Callable[[bool], RoutedTransport],
+        order_timeout_s: float,
+        on_close: Callable[[], None],
+    ) -> None:
         self._stage = stage
-        self._transport = transport
-        self._worker = TransferWorker(transport)
+        self._connect = connect
         self._order_timeout_s = order_timeout_s
         self._on_close = on_close
+        self._transport: RoutedTransport | None = None
+        self._worker: TransferWorker | None = None
         self._layout: StageLayout | None = None
         self._planners: dict[str, CopyPlanner] = {}
+        self._refused: dict[str, IncompatibleError] = {}
         self._lock = threading.Lock()
 
     def open(self, pools: StagePools) -> bytes:
-        """Registers the pools; a serialized `StageLayout` says where they lie."""
+        """Registers the pools; a serialized `StageLayout` says where they lie.
+
+        Raises:
+            InvalidRequestError: the transport's settings cannot work.
+            PeerUnavailableError: the transport did not start.
+        """
+        device = pools.target.data.device
+        is_cuda = device.type == "cuda"
+        if is_cuda:
+            torch.cuda.synchronize(device)  # what fills the pools must not overtake what peers write
+        transport = self._transport = self._connect(is_cuda)
+        self._worker = TransferWorker(transport, enter_thread=partial(_enter, device))
         buffers = pool_buffers(pools.target, BufferKind.K, BufferKind.V)
         registered: list[KvPool | StatePool] = [pools.target] if buffers else []
         if pools.draft is not None:
@@ -64,14 +95,27 @@ class StagePort:
             buffers += state_buffers(pools.states)
             registered.append(pools.states)
         for pool in registered:
-            self._transport.register(pool.data.data_ptr(), pool.num_bytes)
-        self._layout = StageLayout(self._stage, self._transport.session_id, tuple(buffers))
+            transport.register(pool.data.data_ptr(), pool.num_bytes)
+        self._layout = StageLayout(
+            self._stage, transport.session_id, tuple(buffers), transport.host_id, transport.endpoints
+        )
         return self._layout.to_proto().SerializeToString()
 
     def pair(self, peer: str, layout: bytes) -> None:
-        """Learns where a peer's pools lie. The service has checked that they match."""
+        """Learns where a peer's pools lie, and settles how each of its stages is written to.
+
+        The service has checked that layouts match and that there is a way; were there none, that would be the answer to
+        the peer's orders.
+        """
         assert self._layout is not None, "opened before"
-        planner = CopyPlanner(self._layout, WorkerLayout.from_proto(decode_peer(layout)))
+        assert self._transport is not None, "opened before"
+        try:
+            reached = self._transport.reached(WorkerLayout.from_proto(decode_peer(layout)))
+        except IncompatibleError as error:
+            with self._lock:
+                self._refused[peer] = error
+            return
+        planner = CopyPlanner(self._layout, reached)
         with self._lock:
             self._planners[peer] = planner
 
@@ -79,16 +123,19 @@ class StagePort:
         """Drops a peer and what is queued for it."""
         with self._lock:
             planner = self._planners.pop(peer, None)
-        if planner is not None:
+            self._refused.pop(peer, None)
+        if planner is not None and self._worker is not None:
             for session_id in planner.session_ids:
                 self._worker.forget_peer(session_id)
 
     def send(self, order: SendOrder, ready: Callable[[float], bool], done: Callable[[SendDone], None]) -> None:
         """Queues an order."""
         with self._lock:
-            planner = self._planners.get(order.peer)
+            planner, refused = self._planners.get(order.peer), self._refused.get(order.peer)
         try:
-            if planner is None:
+            if refused is not None:
+                raise refused
+            if planner is None or self._worker is None:
                 raise InvalidRequestError("peer", f"{order.peer} is not paired")
             by_session = planner.plan(_KINDS[order.pool], order.units)
             if not by_session:  # a stage without layers of this kind
@@ -107,11 +154,12 @@ class StagePort:
 
     def cancel(self, owner: str) -> None:
         """Drops what an owner has queued."""
-        self._worker.cancel(owner, _nobody_waits)
+        if self._worker is not None:
+            self._worker.cancel(owner, _nobody_waits)
 
     def close(self) -> None:
         """Answers what is queued, waits (bounded) for the writes under way, lets go of the transport."""
-        if not self._worker.close(_JOIN_S):
+        if self._worker is not None and not self._worker.close(_JOIN_S):
             logger.warning("stage %d: writes are still under way after %.0f s", self._stage, _JOIN_S)
         self._on_close()
 
@@ -124,6 +172,12 @@ class StagePort:
             error="" if outcome.error is None else str(outcome.error) or type(outcome.error).__name__,
             drained=outcome.drained,
         )
+
+
+def _enter(device: torch.device) -> None:
+    """A transfer thread's first act: the engine copies on the thread's current GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _nobody_waits(drained: bool) -> None:
@@ -140,12 +194,18 @@ class PortFactory:
 
     config: TransferConfig
     hub: InProcessHub | None = None
-    _transport: Transport | None = None
+    _transport: RoutedTransport | None = None
     _num_open: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, stage: int) -> StagePort:
-        """The port of a stage.
+        """The port of a stage."""
+        with self._lock:
+            self._num_open += 1
+        return StagePort(stage, self._connected, self.config.order_timeout_s, self._on_port_closed)
+
+    def _connected(self, pools_on_gpu: bool) -> RoutedTransport:
+        """The process's transport; started by its first stage.
 
         Raises:
             InvalidRequestError: the transport's settings cannot work.
@@ -153,25 +213,15 @@ class PortFactory:
         """
         with self._lock:
             if self._transport is None:
-                self._transport = self._start()
-            self._num_open += 1
-            return StagePort(stage, self._transport, self.config.order_timeout_s, self._on_port_closed)
+                self._transport = RoutedTransport(self._start(pools_on_gpu), host_id())
+            return self._transport
 
-    def _start(self) -> Transport:
+    def _start(self, pools_on_gpu: bool) -> dict[TransferPath, Transport]:
         if self.config.transport is TransportName.MOONCAKE:
-            stall_s = max(1, round(self.config.stall_timeout_s))
-            return MooncakeTransport(
-                MooncakeConfig(
-                    host=self.config.host,
-                    protocol=self.config.protocol.value,
-                    device=self.config.rdma_devices,
-                    stall_timeout_s=stall_s,
-                    intra_node_nvlink=self.config.intra_node_gpu,
-                )
-            )
+            return mooncake_ways(self.config, pools_on_gpu)
         if self.hub is None:
             raise InvalidRequestError("transport", "in-process transfers need all workers in one process")
-        return self.hub.join()
+        return {TransferPath.TCP: self.hub.join()}
 
     def _on_port_closed(self) -> None:
         with self._lock:
@@ -181,6 +231,35 @@ class PortFactory:
                 self._transport = None
         if last and transport is not None:
             transport.close()
+
+
+def mooncake_ways(config: TransferConfig, pools_on_gpu: bool) -> dict[TransferPath, Transport]:
+    """An engine for every way that this process can have, fastest first.
+
+    Raises:
+        InvalidRequestError: settings that cannot work.
+        PeerUnavailableError: the way that was asked for, or the last one that was left, did not start.
+    """
+    stall_s = max(1, round(config.stall_timeout_s))
+    ways: dict[TransferPath, Transport] = {}
+    if pools_on_gpu and config.intra_node_gpu and shares_gpu_memory() and has_intra_node(installed_versions()):
+        _start_if_possible(ways, TransferPath.INTRA_NODE_GPU, intra_node_config(config.host, stall_s))
+    rdma = MooncakeConfig(config.host, "rdma", config.rdma_devices, stall_s)
+    if config.protocol is TransferProtocol.RDMA:
+        ways[TransferPath.RDMA] = MooncakeTransport(rdma)
+        return ways
+    if config.protocol is TransferProtocol.AUTO and (config.rdma_devices or rdma_devices()):
+        _start_if_possible(ways, TransferPath.RDMA, rdma)
+    devices = config.rdma_devices if config.protocol is TransferProtocol.TCP else ""  # a contradiction is named
+    ways[TransferPath.TCP] = MooncakeTransport(MooncakeConfig(config.host, "tcp", devices, stall_s))
+    return ways
+
+
+def _start_if_possible(ways: dict[TransferPath, Transport], path: TransferPath, config: MooncakeConfig) -> None:
+    try:
+        ways[path] = MooncakeTransport(config)
+    except PeerUnavailableError as error:
+        logger.warning("no transfers by %s: %s", path.value, error)
 
 
 def pool_buffers(pool: KvPool, keys: BufferKind, values: BufferKind) -> list[BufferLayout]:
