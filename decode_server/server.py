@@ -16,6 +16,7 @@ from graftline.metrics import ProcessRole
 from graftline.proto.v1 import worker_pb2
 from graftline.proto.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from graftline.worker.config import WorkerConfig
+from graftline.worker.early_stages import EarlyStage
 from graftline.worker.engine import RunningEngine
 from graftline.worker.facts import fingerprint_message, model_limits, stage_layouts
 from graftline.worker.host import WorkerHost
@@ -33,12 +34,14 @@ class DecodeConfig:
 
     Attributes:
         hub: where transports meet when all workers live in this process.
+        early_stages: processes of later stages that wait already.
     """
 
     engine: EngineConfig
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     service: ServiceSettings = field(default_factory=ServiceSettings)
     hub: InProcessHub | None = None
+    early_stages: tuple[EarlyStage, ...] = ()
 
 
 DecodeStarter = Callable[[DecodeConfig], RunningEngine[DecodeScheduler]]
@@ -62,7 +65,8 @@ def start_engine(config: DecodeConfig) -> RunningEngine[DecodeScheduler]:
     """The real engine; blocks until every stage is ready."""
     worker = config.worker
     ports = PortFactory(worker.transfer, config.hub)
-    return start_decode_engine(config.engine, ports, stage_command(worker.transfer), worker.start_timeout_s)
+    command = stage_command(worker.transfer, config.early_stages)
+    return start_decode_engine(config.engine, ports, command, worker.start_timeout_s)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from graftline.engine.awake_clock import AwakeClock
 from graftline.engine.config import EngineConfig, StageMode
 from graftline.engine.links import HubLinks, LocalLink, QueuedSender, Receiver, Sender, StageLinks
 from graftline.engine.links_distributed import DistributedLink, connect_stages, leave_job
@@ -70,14 +71,31 @@ class _InboxSender:
         self._inbox.put(message)  # type: ignore[arg-type]  # links carry any message, these two only reports
 
 
+class StageProcess(Protocol):
+    """The process of a later stage, as `subprocess.Popen` has it."""
+
+    def poll(self) -> int | None:
+        """Its exit status, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, waited for. Raises TimeoutError or subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """Ends it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageCommand:
     """How to start the process of a later stage: a Python module that takes rank and rendezvous from the
     environment and the engine's configuration from `GRAFTLINE_STAGE_CONFIG`.
+
+    Attributes:
+        start: another way to start such a process with the given variables; None: as a new one.
     """
 
     module: str
     environment: dict[str, str]
+    start: Callable[[Mapping[str, str]], StageProcess] | None = None
 
 
 class Pipeline:
@@ -101,9 +119,10 @@ class Pipeline:
         self._start_failure: str | None = None
         self._alive: dict[int, StageAlive] = {}
         self._last_heard: dict[int, float] = {}
+        self._awake = AwakeClock()
         self._sequence = 0
         self._workers: list[StageWorker] = []
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: dict[int, StageProcess] = {}
         self._readers: list[threading.Thread] = []
         self._chain: list[LocalLink] = []
         self._queued: list[QueuedSender] = []
@@ -153,7 +172,8 @@ class Pipeline:
 
     def beat(self) -> None:
         """Asks every stage for a sign of life and puts a `StageFailed` into the inbox for one that gave none."""
-        now = time.monotonic()
+        self._awake.tick()
+        now = self._awake.now_s
         self._sequence += 1
         self._check_children()
         for stage, heard in self._last_heard.items():
@@ -183,7 +203,7 @@ class Pipeline:
         for stage, child in self._children.items():
             try:
                 child.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            except (TimeoutError, subprocess.TimeoutExpired):
                 logger.warning("stage %d did not end and is killed", stage)
                 child.kill()
                 child.wait()
@@ -210,12 +230,12 @@ class Pipeline:
         match report:
             case StageReady(stage=stage, layout=layout):
                 self._layouts[stage] = layout
-                self._last_heard[stage] = time.monotonic()
+                self._last_heard[stage] = self._awake.now_s
                 if len(self._layouts) == self._config.num_stages:
                     self._all_ready.set()
             case StageAlive(stage=stage):
                 self._alive[stage] = report
-                self._last_heard[stage] = time.monotonic()
+                self._last_heard[stage] = self._awake.now_s
             case StageFailed(stage=stage, reason=reason):
                 self._fail(stage, reason)
             case _:
@@ -331,9 +351,8 @@ class Pipeline:
                 raise InternalError("the processes of later stages did not come up in time")
             time.sleep(0.02)
 
-    def _spawn(self, stage: int, port: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, stage: int, port: int) -> StageProcess:
         environment = {
-            **os.environ,
             **self._command.environment,
             "RANK": str(stage),
             "WORLD_SIZE": str(self._config.num_stages),
@@ -342,7 +361,9 @@ class Pipeline:
             "GRAFTLINE_SPAWNED": "1",
             STAGE_CONFIG_VARIABLE: self._config.to_json(),
         }
-        return subprocess.Popen([sys.executable, "-m", self._command.module], env=environment)
+        if self._command.start is not None:
+            return self._command.start(environment)
+        return subprocess.Popen([sys.executable, "-m", self._command.module], env={**os.environ, **environment})
 
     def _read(self, stage: int, receiver: Receiver) -> None:
         while True:

@@ -1,7 +1,6 @@
 """Steps under way in a pipeline: how many there are, and whether one takes suspiciously long."""
 
-import time
-
+from graftline.engine.awake_clock import AwakeClock
 from graftline.engine.pipeline import Pipeline
 from graftline.engine.plan import Control, StepPlan
 from graftline.errors import InternalError
@@ -13,6 +12,7 @@ class StepPipeline:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._started: dict[int, float] = {}
+        self._awake = AwakeClock()
 
     @property
     def num_in_flight(self) -> int:
@@ -21,7 +21,7 @@ class StepPipeline:
 
     def submit(self, plan: StepPlan) -> None:
         """Starts a step."""
-        self._started[plan.step] = time.monotonic()
+        self._started[plan.step] = self._awake.now_s
         self._pipeline.submit(plan)
 
     def finished(self, step: int) -> None:
@@ -39,6 +39,7 @@ class StepPipeline:
             InternalError: the oldest step has been under way for longer than `hung_after_s`.
         """
         self._pipeline.beat()
+        self._awake.tick()
         oldest = min(self._started.values(), default=None)
-        if oldest is not None and time.monotonic() - oldest > hung_after_s:
-            raise InternalError(f"a step is under way for {time.monotonic() - oldest:.1f} s")
+        if oldest is not None and self._awake.now_s - oldest > hung_after_s:
+            raise InternalError(f"a step is under way for {self._awake.now_s - oldest:.1f} s")

@@ -16,6 +16,7 @@ from graftline.prefill_server.settings import ServiceSettings
 from graftline.proto.v1 import worker_pb2
 from graftline.proto.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from graftline.worker.config import WorkerConfig
+from graftline.worker.early_stages import EarlyStage
 from graftline.worker.engine import RunningEngine
 from graftline.worker.facts import fingerprint_message, model_limits, stage_layouts
 from graftline.worker.host import WorkerHost
@@ -32,12 +33,14 @@ class PrefillConfig:
 
     Attributes:
         hub: where transports meet when all workers live in this process.
+        early_stages: processes of later stages that wait already.
     """
 
     engine: EngineConfig
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     service: ServiceSettings = field(default_factory=ServiceSettings)
     hub: InProcessHub | None = None
+    early_stages: tuple[EarlyStage, ...] = ()
 
 
 PrefillStarter = Callable[[PrefillConfig], RunningEngine[PrefillScheduler]]
@@ -61,7 +64,8 @@ def start_engine(config: PrefillConfig) -> RunningEngine[PrefillScheduler]:
     """The real engine; blocks until every stage is ready."""
     worker = config.worker
     ports = PortFactory(worker.transfer, config.hub)
-    return start_prefill_engine(config.engine, ports, stage_command(worker.transfer), worker.start_timeout_s)
+    command = stage_command(worker.transfer, config.early_stages)
+    return start_prefill_engine(config.engine, ports, command, worker.start_timeout_s)
 
 
 @asynccontextmanager

@@ -8,15 +8,21 @@ import msgspec
 from graftline.engine.pipeline import StageCommand
 from graftline.engine.stage_process import config_from_environment, run_stage
 from graftline.worker.config import TransferConfig
+from graftline.worker.early_stages import EarlyStage, orders_taken_by
 from graftline.worker.process import die_with_parent, end_process, outlive_signals, set_up_logging
 from graftline.worker.transfer import PortFactory
 
 TRANSFER_CONFIG_VARIABLE = "GRAFTLINE_TRANSFER_CONFIG"
 
 
-def stage_command(transfer: TransferConfig) -> StageCommand:
-    """How stage 0 starts this module."""
-    return StageCommand(__name__, {TRANSFER_CONFIG_VARIABLE: msgspec.json.encode(transfer).decode()})
+def stage_command(transfer: TransferConfig, early: tuple[EarlyStage, ...] = ()) -> StageCommand:
+    """How stage 0 starts this module.
+
+    Args:
+        early: processes that wait for their orders already, one a later stage, or none.
+    """
+    variables = {TRANSFER_CONFIG_VARIABLE: msgspec.json.encode(transfer).decode()}
+    return StageCommand(__name__, variables, orders_taken_by(early) if early else None)
 
 
 def transfer_config_from_environment() -> TransferConfig:
