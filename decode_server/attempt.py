@@ -21,6 +21,7 @@ from graftline.engine.service_api import (
     DecodeEngine,
     DecodeEvent,
     DecodeFailed,
+    DecodeFailure,
     Destination,
     Drained,
     FirstToken,
@@ -30,7 +31,7 @@ from graftline.engine.service_api import (
     PrefillFinished,
     Scheduled,
 )
-from graftline.errors import GraftlineError, InternalError, OutOfCapacityError
+from graftline.errors import GraftlineError, OutOfCapacityError, PeerUnavailableError
 from graftline.proto.channel import Metadata
 from graftline.proto.v1 import prefill_pb2
 from graftline.worker.translate import handoff_from, token_from, tree_from, tree_origin_from
@@ -139,8 +140,8 @@ class Attempt:
 
     def abandon(self, reason: str) -> None:
         """The engine is gone."""
-        self.post(DecodeFailed(reason))
-        self.cancel(InternalError(reason))
+        self.post(DecodeFailed(reason, DecodeFailure.ENGINE_LOST))
+        self.cancel(PeerUnavailableError(reason))
 
     # --- the stream to the prefill ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from graftline.engine.service_api import (
     DecodeCancelled,
     DecodeEvent,
     DecodeFailed,
+    DecodeFailure,
     DecodeFinished,
     Destination,
     Drained,
@@ -310,8 +311,8 @@ def _from_engine(state: State, event: DecodeEvent) -> Step:
             return _tell(replace(state, pages=Pages.RETURNED), Done(reason, stop_token_id, speculation))
         case Preempted(speculation), Pages.RUNNING:
             return _tell(replace(state, pages=Pages.RETURNED), GoOn(speculation))
-        case DecodeFailed(reason), Pages.IN_LINE | Pages.EXPOSED | Pages.RUNNING:
-            return _fail(replace(state, pages=Pages.RETURNED), Failed(InternalError(reason), FailedLeg.DECODE))
+        case DecodeFailed(), Pages.IN_LINE | Pages.EXPOSED | Pages.RUNNING:
+            return _fail(replace(state, pages=Pages.RETURNED), Failed(_failed_decode(event), FailedLeg.DECODE))
         case DecodeCancelled(), Pages.RUNNING:
             stopped = PeerUnavailableError("the decode loop stopped")
             return _fail(replace(state, pages=Pages.RETURNED), Failed(stopped, FailedLeg.DECODE))
@@ -365,6 +366,17 @@ def _tell(state: State, outcome: Outcome) -> Step:
     if state.leg is Leg.OPEN:
         return replace(state, leg=Leg.CANCELLING), (Tell(outcome), *freed, SendCancel())
     return state, (Tell(outcome), *freed)
+
+
+def _failed_decode(event: DecodeFailed) -> GraftlineError:
+    """What the decode engine's failure means to the caller."""
+    match event.code:
+        case DecodeFailure.OUT_OF_CAPACITY:
+            return OutOfCapacityError(event.reason, retry_after_s=1.0)
+        case DecodeFailure.ENGINE_LOST:
+            return PeerUnavailableError(event.reason)
+        case DecodeFailure.INTERNAL:
+            return InternalError(event.reason)
 
 
 def _failed_prefill(event: PrefillFailed) -> Failed:

@@ -26,6 +26,7 @@ from graftline.engine.service_api import (
     DecodeCancelled,
     DecodeEvent,
     DecodeFailed,
+    DecodeFailure,
     DecodeFinished,
     Destination,
     EngineLoad,
@@ -198,20 +199,20 @@ class DecodeScheduler:
         for request in list(self._requests.values()):
             self._forget(request)
             if not request.ended:
-                request.deliver(DecodeFailed(reason))
+                request.deliver(DecodeFailed(reason, DecodeFailure.ENGINE_LOST))
         self._load = self._snapshot()
 
     # --- reservations ------------------------------------------------------------------------------------------
 
     def _enqueue(self, request: Request, deliver: Callable[[DecodeEvent], None]) -> None:
         if self._failed is not None:
-            deliver(DecodeFailed(self._failed))
+            deliver(DecodeFailed(self._failed, DecodeFailure.ENGINE_LOST))
             return
         if request.key in self._requests:
             deliver(DecodeFailed(f"{request.key} is reserved already"))
             return
         if len(self._line) >= self._config.max_queued:
-            deliver(DecodeFailed(f"{len(self._line)} requests are waiting already"))
+            deliver(DecodeFailed(f"{len(self._line)} requests are waiting already", DecodeFailure.OUT_OF_CAPACITY))
             return
         waiting = DecodeRequest(request, deliver, self._context_len, order=next(self._orders))
         self._requests[request.key] = waiting

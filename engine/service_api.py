@@ -161,11 +161,22 @@ class Preempted:
     speculation: SpeculationCounts
 
 
+class DecodeFailure(Enum):
+    """Why decoding failed."""
+
+    OUT_OF_CAPACITY = "out-of-capacity"
+    """The line is full: another decode may have room."""
+    ENGINE_LOST = "engine-lost"
+    """The engine cannot go on; nobody's request is at fault."""
+    INTERNAL = "internal"
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
     """Terminal."""
 
     reason: str
+    code: DecodeFailure = DecodeFailure.INTERNAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from graftline.errors import InvalidRequestError, TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.transport import Transport
 
-_FAULT = re.compile(r"(?P<kind>[a-z]+)(:(?P<seconds>\d+(\.\d+)?)s)?@(?P<write>\d+|\*)")
+_FAULT = re.compile(r"(?P<kind>[a-z]+)(:(?P<seconds>\d+(\.\d+)?)s)?@(?P<every>/)?(?P<write>\d+|\*)")
 
 
 class FaultKind(Enum):
@@ -28,6 +28,8 @@ class FaultKind(Enum):
     """It fails, and nothing was written."""
     LATE = "late"
     """It fails at once, and its bytes land later."""
+    LOSE = "lose"
+    """Nothing is written and nothing answers: it fails so much later, or at its deadline if that comes first."""
     FLIP = "flip"
     """It reports success, but one byte arrives changed (host memory only)."""
 
@@ -42,31 +44,45 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Which writes go wrong: the n-th of the transport, counted from 1, or every other one."""
+    """Which writes go wrong: the n-th of the transport, counted from 1; every n-th; or all that remain."""
 
     by_write: dict[int, Fault]
     otherwise: Fault | None = None
+    every: tuple[tuple[int, Fault], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "FaultPlan":
-        """Reads `kind[:SECONDSs]@N`, comma-separated, `*` for all other writes: `delay:2s@3,fail@5,late:1s@*`.
+        """Reads `kind[:SECONDSs]@N`, comma-separated: `delay:2s@3,fail@5,lose:1s@/50,late:1s@*`.
+
+        N is a write; `/N` stands for every N-th one, `*` for all that nothing before it names.
 
         Raises:
             InvalidRequestError: names the part that cannot be read.
         """
         by_write: dict[int, Fault] = {}
         otherwise: Fault | None = None
+        every: list[tuple[int, Fault]] = []
         for part in filter(None, text.split(",")):
-            write, fault = _parse_fault(part.strip())
+            write, periodic, fault = _parse_fault(part.strip())
             if write is None:
                 otherwise = fault
+            elif periodic:
+                every.append((write, fault))
             else:
                 by_write[write] = fault
-        return cls(by_write, otherwise)
+        return cls(by_write, otherwise, tuple(every))
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """All that may happen."""
+        periodic = (fault for _, fault in self.every)
+        return (*self.by_write.values(), *periodic, *((self.otherwise,) if self.otherwise else ()))
 
     def fault_of(self, write: int) -> Fault | None:
         """The fault of the n-th write, if it has one."""
-        return self.by_write.get(write, self.otherwise)
+        if write in self.by_write:
+            return self.by_write[write]
+        return next((fault for period, fault in self.every if write % period == 0), self.otherwise)
 
 
 class FaultTransport:
@@ -80,7 +96,7 @@ class FaultTransport:
         self._closing = threading.Event()
         self._late: list[threading.Thread] = []
         self._scratch = ctypes.create_string_buffer(bytes(range(256)), 256)
-        if any(fault.kind is FaultKind.FLIP for fault in (*plan.by_write.values(), plan.otherwise) if fault):
+        if any(fault.kind is FaultKind.FLIP for fault in plan.faults):
             inner.register(ctypes.addressof(self._scratch), 256)
 
     @property
@@ -107,6 +123,9 @@ class FaultTransport:
         elif fault.kind is FaultKind.DELAY:
             self._closing.wait(fault.seconds)
             self._inner.write(session_id, copies, deadline_s)
+        elif fault.kind is FaultKind.LOSE:
+            self._closing.wait(min(fault.seconds, max(0.0, deadline_s - time.monotonic())))
+            raise TransferFailedError("injected: nothing was written and nobody answered", drained=False)
         else:
             self._inner.write(session_id, copies, deadline_s)
             self._inner.write(session_id, [self._spoiled_byte(copy) for copy in copies[:1]], deadline_s)
@@ -138,15 +157,17 @@ class FaultTransport:
         return Copy(ctypes.addressof(self._scratch) + (true_value + 1) % 256, copy.dst_address, 1)
 
 
-def _parse_fault(part: str) -> tuple[int | None, Fault]:
+def _parse_fault(part: str) -> tuple[int | None, bool, Fault]:
+    """The write (None for all others), whether every such one is meant, and what happens to it."""
     match = _FAULT.fullmatch(part)
     if match is None or match["kind"] not in {kind.value for kind in FaultKind}:
-        raise InvalidRequestError("fault plan", f"{part!r} is not kind[:SECONDSs]@N")
+        raise InvalidRequestError("fault plan", f"{part!r} is not kind[:SECONDSs]@N, @/N or @*")
     kind = FaultKind(match["kind"])
-    needs_seconds = kind in (FaultKind.DELAY, FaultKind.LATE)
+    needs_seconds = kind in (FaultKind.DELAY, FaultKind.LATE, FaultKind.LOSE)
     if needs_seconds != (match["seconds"] is not None):
         raise InvalidRequestError("fault plan", f"{part!r} {'lacks' if needs_seconds else 'takes no'} seconds")
+    periodic = match["every"] is not None
     write = None if match["write"] == "*" else int(match["write"])
-    if write == 0:
+    if write == 0 or (periodic and write is None):
         raise InvalidRequestError("fault plan", f"{part!r}: writes count from 1")
-    return write, Fault(kind, float(match["seconds"] or 0))
+    return write, periodic, Fault(kind, float(match["seconds"] or 0))

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 from grpc import aio
 
-from graftline.proto.channel_options import channel_options
+from graftline.proto.channel_options import PEER_SILENCE_S, channel_options
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -30,10 +30,15 @@ class ClientTls:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Access:
-    """How a caller identifies itself. The token goes out with every call as `metadata=access.metadata`."""
+    """How a caller reaches a server. The token goes out with every call as `metadata=access.metadata`.
+
+    Attributes:
+        peer_silence_s: a connection whose other end gives no sign of life for so long is broken.
+    """
 
     token: str | None = None
     tls: ClientTls | None = None
+    peer_silence_s: float = PEER_SILENCE_S
 
     @property
     def metadata(self) -> Metadata:
@@ -47,12 +52,12 @@ ANONYMOUS = Access()
 def open_channel(target: str, access: Access = ANONYMOUS) -> aio.Channel:
     """An aio channel with the options every hop shares."""
     if access.tls is None:
-        return aio.insecure_channel(target, options=channel_options())
-    return aio.secure_channel(target, access.tls.credentials(), options=channel_options())
+        return aio.insecure_channel(target, options=channel_options(access.peer_silence_s))
+    return aio.secure_channel(target, access.tls.credentials(), options=channel_options(access.peer_silence_s))
 
 
 def open_sync_channel(target: str, access: Access = ANONYMOUS) -> grpc.Channel:
     """The same for blocking callers."""
     if access.tls is None:
-        return grpc.insecure_channel(target, options=channel_options())
-    return grpc.secure_channel(target, access.tls.credentials(), options=channel_options())
+        return grpc.insecure_channel(target, options=channel_options(access.peer_silence_s))
+    return grpc.secure_channel(target, access.tls.credentials(), options=channel_options(access.peer_silence_s))

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from graftline.errors import PeerUnavailableError, UnauthenticatedError
 from graftline.proto.address import advertised_address, parse_address
-from graftline.proto.channel_options import server_options
+from graftline.proto.channel_options import PEER_SILENCE_S, server_options
 from graftline.proto.status import abort_with
 
 S = TypeVar("S")
@@ -81,12 +81,13 @@ class RpcServer:
         advertise: str | None = None,
         tls: ServerTls | None = None,
         tokens: Sequence[str] = (),
+        peer_silence_s: float = PEER_SILENCE_S,
         interceptors: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
         """Raises InvalidRequestError for an address that cannot be parsed; see `start` for the rest."""
         parse_address(listen, field="listen")
         guards = [BearerTokenInterceptor(tokens)] if tokens else []
-        self.server = aio.server(options=server_options(), interceptors=[*guards, *interceptors])
+        self.server = aio.server(options=server_options(peer_silence_s), interceptors=[*guards, *interceptors])
         self.port = 0
         self.address = ""
         self._listen = listen

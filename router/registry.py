@@ -273,8 +273,11 @@ class Registry:
         self._metrics.counter(WORKER_LOST).labels(*labels)
 
     def _drop_metrics(self, worker: Worker) -> None:
+        labels = (worker.role.leg.value, worker.address)
         for gauge in (WORKER_AVAILABLE, WORKER_OPEN_REQUESTS):
-            self._metrics.gauge(gauge).remove(worker.role.leg.value, worker.address)
+            self._metrics.gauge(gauge).remove(*labels)
+        # The counter goes too: addresses that come and go (a DNS name's) must not pile up.
+        self._metrics.counter(WORKER_LOST).remove(*labels)
 
 
 def _largest(descriptions: Iterable[Description], model: ServedModel) -> int:

@@ -88,7 +88,13 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
         )
         fleet = Fleet(registry, pairing, config.worker_access.metadata, config.requests, config.tracer)
         generator = Generator(fleet, admission, executor, metrics)
-        rpc = RpcServer(config.listen, advertise=config.advertise, tls=config.tls, tokens=config.tokens)
+        rpc = RpcServer(
+            config.listen,
+            advertise=config.advertise,
+            tls=config.tls,
+            tokens=config.tokens,
+            peer_silence_s=config.health.hang_timeout_s,
+        )
         service = RouterService(generator, registry, admission, config.requests.write_timeout_s)
         rpc.add(add_RouterServiceServicer_to_server, service, SERVICE_NAME)
         await stack.enter_async_context(_running(registry))

@@ -12,6 +12,7 @@ import typer
 from graftline.errors import InvalidRequestError
 from graftline.proto.address import advertised_address, parse_address
 from graftline.proto.channel import Access, ClientTls
+from graftline.proto.channel_options import PEER_SILENCE_S
 from graftline.proto.server import ServerTls
 from graftline.tracing import Tracer, configured_endpoint, open_tracer
 
@@ -123,10 +124,16 @@ def server_tls(certificate: Path | None, key: Path | None, authority: Path | Non
     return ServerTls(certificate, key, authority)
 
 
-def access(token: str | None, certificate: Path | None, key: Path | None, authority: Path | None) -> Access:
-    """How this process identifies itself to others."""
+def access(
+    token: str | None,
+    certificate: Path | None,
+    key: Path | None,
+    authority: Path | None,
+    peer_silence_s: float = PEER_SILENCE_S,
+) -> Access:
+    """How this process reaches others."""
     tls = ClientTls(authority, certificate, key) if authority is not None else None
-    return Access(token, tls)
+    return Access(token, tls, peer_silence_s)
 
 
 def tokens(token: str | None) -> tuple[str, ...]:

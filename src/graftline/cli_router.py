@@ -14,7 +14,7 @@ from graftline.errors import InvalidRequestError
 from graftline.proto.channel import Access, open_channel
 from graftline.proto.v1 import worker_pb2
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
-from graftline.router.config import Objectives, PolicyName, RequestConfig, RouterConfig, WorkerLists
+from graftline.router.config import HealthConfig, Objectives, PolicyName, RequestConfig, RouterConfig, WorkerLists
 from graftline.worker.process import announce_ready, die_with_launcher, is_launched, set_up_logging, stop_signals
 
 app = typer.Typer()
@@ -25,6 +25,7 @@ PAIR_TIMEOUT_S = 60.0
 Workers = Annotated[list[str] | None, typer.Option(help="host:port, or dns:host:port for every address of a name.")]
 
 _REQUESTS = RequestConfig()
+_HEALTH = HealthConfig()
 
 
 @app.command()
@@ -51,6 +52,15 @@ def router(
     objective_per_token_s: Annotated[
         float, typer.Option(min=0, help="and whose later tokens took no longer than this on average.")
     ] = Objectives().per_token_s,
+    hang_timeout_s: Annotated[
+        float, typer.Option(min=0.6, help="Silence after which a worker, or a caller, is given up.")
+    ] = _HEALTH.hang_timeout_s,
+    stall_timeout_s: Annotated[
+        float, typer.Option(min=0.6, help="A worker without progress for so long, with work at hand, is given up.")
+    ] = _HEALTH.stall_timeout_s,
+    max_requests_per_s: Annotated[
+        float, typer.Option(min=0, help="More are refused with a retry hint; 0: no limit.")
+    ] = 0.0,
     drain_grace_s: shared.DrainGrace = 30.0,
     token: shared.Token = None,
     tls_certificate: shared.TlsCertificate = None,
@@ -70,13 +80,15 @@ def router(
         workers=WorkerLists(tuple(prefill or ()), tuple(decode or ())),
         workers_file=workers_file,
         policy=policy,
+        health=HealthConfig(hang_timeout_s=hang_timeout_s, stall_timeout_s=stall_timeout_s),
         requests=RequestConfig(
             max_open_requests=max_open_requests,
+            max_requests_per_s=max_requests_per_s or None,
             default_max_tokens=default_max_tokens or None,
             max_attempts=max_attempts,
             objectives=Objectives(objective_first_token_s, objective_per_token_s),
         ),
-        worker_access=shared.access(token, tls_certificate, tls_key, tls_ca),
+        worker_access=shared.access(token, tls_certificate, tls_key, tls_ca, hang_timeout_s),
         tls=shared.server_tls(tls_certificate, tls_key, tls_ca),
         tokens=shared.tokens(token),
         drain_grace_s=drain_grace_s,

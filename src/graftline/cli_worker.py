@@ -19,11 +19,12 @@ from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_kind import AttentionBackend
 from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
-from graftline.worker.placement import DeviceMemory, Host
+from graftline.worker.placement import AUTO, CPU, DeviceMemory, Host
 from graftline.worker.process import die_with_launcher, end_process, outlive_signals, set_up_logging
 
 if TYPE_CHECKING:
     from graftline.engine.memory_plan import MemoryPlan
+    from graftline.worker.early_stages import EarlyStage
 
 app = typer.Typer()
 
@@ -100,7 +101,8 @@ WORKER_OPTIONS = (
     Option("order_timeout_s", float, "The last byte of a write must arrive by then.", _NETWORK, 1, default=30.0),
     Option("start_timeout_s", float, "Seconds for all stages to be ready.", _NETWORK, 1, default=300.0),
     Option("stop_timeout_s", float, "Seconds for stages and writes to end.", _NETWORK, 0.1, default=15.0),
-    Option("peer_silence_s", float, "Silence after which a decode gives its prefill up.", _NETWORK, 0.1, default=2.5),
+    Option("peer_silence_s", float, "Silence after which a peer is given up.", _NETWORK, 0.1, default=2.5),
+    Option("transfer_faults", str, "What goes wrong with writes: fail@7,delay:0.5s@/50.", _TESTS, default=""),
 )
 _TYPED = (
     ("listen", shared.Listen, "127.0.0.1:7001"),
@@ -138,18 +140,20 @@ def worker_parameters() -> list[inspect.Parameter]:
 
 def prefill(**given: Any) -> None:
     """Run a prefill worker (or, with torchrun's variables, the stage of this rank)."""
+    early_stages = _fork_later_stages(given)
     engine, worker = _begin(Role.PREFILL, given)
     from graftline.prefill_server.server import PrefillConfig, running_prefill
     from graftline.worker.main import run_worker
 
     with shared.tracing("graftline-prefill", given["otlp_endpoint"]) as tracer:
-        config = PrefillConfig(engine, replace(worker, tracer=tracer))
+        config = PrefillConfig(engine, replace(worker, tracer=tracer), early_stages=early_stages)
         status = run_worker(lambda: running_prefill(config))
     end_process(status)
 
 
 def decode(**given: Any) -> None:
     """Run a decode worker (or, with torchrun's variables, the stage of this rank)."""
+    early_stages = _fork_later_stages(given)
     engine, worker = _begin(Role.DECODE, given)
     from graftline.decode_server.server import DecodeConfig, running_decode
     from graftline.decode_server.settings import ServiceSettings
@@ -162,7 +166,7 @@ def decode(**given: Any) -> None:
         real_tree=given["initial_tree"] is InitialTree.REAL,
     )
     with shared.tracing("graftline-decode", given["otlp_endpoint"]) as tracer:
-        config = DecodeConfig(engine, replace(worker, tracer=tracer), service)
+        config = DecodeConfig(engine, replace(worker, tracer=tracer), service, early_stages=early_stages)
         status = run_worker(lambda: running_decode(config))
     end_process(status)
 
@@ -250,14 +254,32 @@ def worker_config(given: dict[str, Any]) -> WorkerConfig:
             protocol=given["transfer_protocol"],
             rdma_devices=given["rdma_devices"],
             intra_node_gpu=given["intra_node_gpu"],
+            faults=given["transfer_faults"],
         ),
         tls=shared.server_tls(given["tls_certificate"], given["tls_key"], given["tls_ca"]),
         tokens=shared.tokens(given["token"]),
-        peer_access=shared.access(given["token"], given["tls_certificate"], given["tls_key"], given["tls_ca"]),
+        peer_access=shared.access(
+            given["token"], given["tls_certificate"], given["tls_key"], given["tls_ca"], given["peer_silence_s"]
+        ),
+        peer_silence_s=given["peer_silence_s"],
         start_timeout_s=given["start_timeout_s"],
         drain_grace_s=given["drain_grace_s"],
         stop_timeout_s=given["stop_timeout_s"],
     )
+
+
+def _fork_later_stages(given: dict[str, Any]) -> "tuple[EarlyStage, ...]":
+    """Forks the processes of later stages, unless they are threads, a launcher starts them, or a GPU forbids it."""
+    if "WORLD_SIZE" in os.environ or given["stage_mode"] is not StageMode.PROCESSES or given["devices"] != CPU:
+        return ()
+    split = given["layer_split"]
+    count = given["stages"] if split == AUTO else split.count(",") + 1
+    if count == 1:
+        return ()
+    from graftline.worker.early_stages import fork_stages
+    from graftline.worker.stage_main import main
+
+    return fork_stages(count - 1, main)
 
 
 def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfig]:

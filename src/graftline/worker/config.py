@@ -6,6 +6,7 @@ from enum import Enum
 from graftline.errors import InvalidRequestError
 from graftline.proto.address import parse_address
 from graftline.proto.channel import ANONYMOUS, Access
+from graftline.proto.channel_options import PEER_SILENCE_S
 from graftline.proto.server import ServerTls
 from graftline.tracing import NO_TRACER, Tracer
 
@@ -39,6 +40,7 @@ class TransferConfig:
         protocol: between hosts.
         rdma_devices: comma-separated; empty: the engine picks.
         intra_node_gpu: between GPUs of one host, copies over NVLink or PCIe, or inside one GPU.
+        faults: a `kv_transfer.fault_transport.FaultPlan` that chaos runs carry out on writes; empty: none.
     """
 
     transport: TransportName = TransportName.MOONCAKE
@@ -48,6 +50,7 @@ class TransferConfig:
     protocol: TransferProtocol = TransferProtocol.AUTO
     rdma_devices: str = ""
     intra_node_gpu: bool = True
+    faults: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class WorkerConfig:
         stop_timeout_s: for stages and writes to end after that.
         engine_silence_s: an engine loop that has not turned for so long is hung.
         watch_interval_s: between two load reports, unless the caller asks for another.
+        peer_silence_s: a caller that gives no sign of life for so long is gone.
         tracer: where requests' spans go; whoever made it closes it.
     """
 
@@ -80,13 +84,14 @@ class WorkerConfig:
     stop_timeout_s: float = 15.0
     engine_silence_s: float = 30.0
     watch_interval_s: float = 0.5
+    peer_silence_s: float = PEER_SILENCE_S
     tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
         parse_address(self.listen, field="listen")
         if self.metrics_listen is not None:
             parse_address(self.metrics_listen, field="metrics_listen")
-        for name in ("start_timeout_s", "stop_timeout_s", "engine_silence_s", "watch_interval_s"):
+        for name in ("start_timeout_s", "stop_timeout_s", "engine_silence_s", "watch_interval_s", "peer_silence_s"):
             if getattr(self, name) <= 0:
                 raise InvalidRequestError(name, f"{getattr(self, name)} is not positive")
         if self.drain_grace_s < 0:

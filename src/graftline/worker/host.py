@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 WORKER_SERVICE_NAME = "graftline.v1.WorkerService"
 _MONITOR_S = 0.1
+_SILENT_LOOKS = 20
 _LAST_MESSAGES_S = 1.0
 _ROLES = {
     ProcessRole.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
@@ -63,7 +64,13 @@ class WorkerHost:
         self, role: ProcessRole, config: WorkerConfig, engine: RunningEngine[Any], limits: worker_pb2.Limits
     ) -> None:
         self.metrics = Metrics(role)
-        self.rpc = RpcServer(config.listen, advertise=config.advertise, tls=config.tls, tokens=config.tokens)
+        self.rpc = RpcServer(
+            config.listen,
+            advertise=config.advertise,
+            tls=config.tls,
+            tokens=config.tokens,
+            peer_silence_s=config.peer_silence_s,
+        )
         self.rpc.bind()
         self.identity = common_pb2.WorkerIdentity(
             role=_ROLES[role], incarnation=uuid.uuid4().hex, address=self.rpc.address
@@ -151,10 +158,15 @@ class WorkerHost:
         return server
 
     async def _monitor(self) -> None:
-        """Notices an engine that failed or hangs."""
+        """Notices an engine that failed or hangs. Silence has to last: after a standstill of this whole process the
+        engine's thread may come later than this one.
+        """
+        num_silent = 0
         while True:
-            reason = engine_trouble(self._engine.load(), self._config.engine_silence_s)
-            if reason is not None:
+            load = self._engine.load()
+            reason = engine_trouble(load, self._config.engine_silence_s)
+            num_silent = num_silent + 1 if reason is not None else 0
+            if reason is not None and (load.failed is not None or num_silent > _SILENT_LOOKS):
                 await self._fail(reason)
                 return
             await asyncio.sleep(_MONITOR_S)

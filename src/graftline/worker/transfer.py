@@ -20,6 +20,7 @@ from graftline.engine.state_pool import StatePool
 from graftline.engine.transfer_port import StagePools
 from graftline.errors import GraftlineError, IncompatibleError, InvalidRequestError, PeerUnavailableError
 from graftline.kv_transfer.copy_plan import CopyPlanner
+from graftline.kv_transfer.fault_transport import FaultPlan, FaultTransport
 from graftline.kv_transfer.in_process import InProcessHub
 from graftline.kv_transfer.layout import BufferKey, BufferKind, BufferLayout, StageLayout, WorkerLayout
 from graftline.kv_transfer.mooncake_engine import (
@@ -213,7 +214,11 @@ class PortFactory:
         """
         with self._lock:
             if self._transport is None:
-                self._transport = RoutedTransport(self._start(pools_on_gpu), host_id())
+                plan = FaultPlan.parse(self.config.faults)
+                ways = self._start(pools_on_gpu)
+                if plan.faults:
+                    ways = {path: FaultTransport(way, plan) for path, way in ways.items()}
+                self._transport = RoutedTransport(ways, host_id())
             return self._transport
 
     def _start(self, pools_on_gpu: bool) -> dict[TransferPath, Transport]:
