@@ -27,6 +27,7 @@ LAZY_COMMANDS = {
     "generate": "graftline.cli_generate",
     "top": "graftline.cli_top",
     "bench": "graftline.bench.cli",
+    "chaos": "graftline.bench.chaos_cli",
     "draft-head": "graftline.cli_draft_head",
 }
 # Sub-applications: the module's whole app stands under one name.

@@ -45,6 +45,8 @@ class ClusterSpec:
         memory_fraction: of a GPU, for each worker on it; 0: 0.9, shared between them.
         policy: how routers pick workers.
         listen, http_listen: addresses of the first router; further ones take any port.
+        first_port: workers, and routers behind the first, listen on loopback ports that count up from here, which no
+            outgoing connection can take while a process restarts; 0: any port.
         metrics: give every worker a metrics port.
         token: bearer token of every hop; empty: none.
         drain_grace_s: for open requests when the cluster stops.
@@ -90,6 +92,7 @@ class ClusterSpec:
     policy: str = "least_loaded"
     listen: str = ANY_PORT
     http_listen: str = ANY_PORT
+    first_port: int = 0
     metrics: bool = True
     token: str = ""
     start_timeout_s: float = 300.0
@@ -270,8 +273,7 @@ def worker_arguments(spec: ClusterSpec, name: str) -> list[str]:
     arguments = [
         role,
         *to_arguments(options),
-        "--listen",
-        ANY_PORT,
+        *_flag("listen", _listen(spec, name)),
         *_flag("transport", spec.transport.value),
         *_flag("start-timeout-s", spec.start_timeout_s),
         *_flag("drain-grace-s", spec.drain_grace_s),
@@ -286,13 +288,24 @@ def worker_arguments(spec: ClusterSpec, name: str) -> list[str]:
 
 def router_arguments(spec: ClusterSpec, index: int, cluster: Cluster) -> list[str]:
     """Command line of a router over the cluster's workers."""
-    listen, http_listen = (spec.listen, spec.http_listen) if index == 0 else (ANY_PORT, ANY_PORT)
+    listen, http_listen = spec.listen, spec.http_listen
+    if index > 0:
+        listen, http_listen = _listen(spec, f"router-{index}"), ANY_PORT
     arguments = ["router", *_flag("listen", listen), *_flag("http-listen", http_listen)]
     arguments += [*_flag("policy", spec.policy), *_flag("drain-grace-s", spec.drain_grace_s)]
     for role in ("prefill", "decode"):
         for address in cluster.addresses(role):
             arguments += _flag(role, address)
     return [*arguments, *spec.router_arguments]
+
+
+def _listen(spec: ClusterSpec, name: str) -> str:
+    """Where a process listens: prefills, decodes and routers in this order, from the first port on."""
+    if not spec.first_port:
+        return ANY_PORT
+    role, _, number = name.partition("-")
+    before = {"prefill": 0, "decode": spec.prefills, "router": spec.prefills + spec.decodes}[role]
+    return f"127.0.0.1:{spec.first_port + before + int(number)}"
 
 
 def _flag(name: str, value: object) -> list[str]:
