@@ -21,6 +21,7 @@ from graftline.engine.request import DraftTree
 from graftline.engine.sampler import SampledRow, Sampler
 from graftline.engine.verify import accepted_path
 from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
+from graftline.kernels.upload import upload
 
 NO_FINITE_LOGIT = "the model gave no finite logit for this request"
 
@@ -129,7 +130,7 @@ class LastStage:
         next_tokens = [token for verdict in good for token in verdict.next_tokens]
         outputs = drafter.extend(
             self._drafter_input(drafter, hidden, features, rows),
-            torch.tensor(next_tokens, dtype=torch.int64, device=self._device),
+            upload(next_tokens, torch.int64, self._device),
             build_attention_batch(
                 [
                     SegmentRows(verdict.segment.start, len(verdict.final_rows), pages[verdict.segment.slot])
@@ -146,7 +147,7 @@ class LastStage:
         self, drafter: Drafter, hidden: Tensor, features: Sequence[Tensor], rows: Sequence[int]
     ) -> Tensor:
         captured = dict(zip(sorted({layer for layer in drafter.feature_layers if layer >= 0}), features, strict=True))
-        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        index = upload(rows, torch.int64, self._device)
         columns = [
             self._model.final_norm(hidden[index]) if layer < 0 else captured[layer][index]
             for layer in drafter.feature_layers

@@ -15,6 +15,7 @@ from graftline.engine.plan import PageChange, Segment, SlotOpening
 from graftline.engine.round_order import RoundOrder
 from graftline.engine.tree_shape import TreeShape
 from graftline.kernels.sample import SamplingRows
+from graftline.kernels.upload import upload
 
 _START, _NODES, _ACCEPTED = 0, 1, 2
 
@@ -78,11 +79,11 @@ class RoundState:
         """Requests take slots: how they are sampled."""
         if not openings:
             return
-        slots = self._upload([opening.slot for opening in openings], torch.int64)
+        slots = upload([opening.slot for opening in openings], torch.int64, self.device)
         limits = [[opening.temperature, opening.top_p, opening.min_p] for opening in openings]
         draws = [[opening.top_k, _signed(opening.seed)] for opening in openings]
-        self._limits.index_copy_(0, slots, self._upload(limits, torch.float32))
-        self._draws.index_copy_(0, slots, self._upload(draws, torch.int64))
+        self._limits.index_copy_(0, slots, upload(limits, torch.float32, self.device))
+        self._draws.index_copy_(0, slots, upload(draws, torch.int64, self.device))
 
     def change_pages(self, changes: Sequence[PageChange]) -> None:
         """Page tables get longer."""
@@ -94,7 +95,9 @@ class RoundState:
         ]
         if not entries:
             return
-        slots, columns, pages = self._upload([list(column) for column in zip(*entries, strict=True)], torch.int64)
+        slots, columns, pages = upload(
+            [list(column) for column in zip(*entries, strict=True)], torch.int64, self.device
+        )
         self._pages.index_put_((slots, columns), pages.int())
 
     def begin(self, segments: Sequence[Segment], slots: Tensor, *, tell: bool) -> None:
@@ -109,7 +112,7 @@ class RoundState:
         padded += [self.padding_slot] * (slots.shape[0] - len(padded))
         told = [segment for segment in segments if tell and not segment.carry]
         packed = padded + [value for segment in told for value in (segment.slot, *self._row(segment))]
-        values = self._upload(packed, torch.int64)
+        values = upload(packed, torch.int64, self.device)
         slots.copy_(values[: len(padded)])
         if told:
             rows = values[len(padded) :].view(len(told), -1)
@@ -166,12 +169,6 @@ class RoundState:
         accepted = [*segment.accepted, *[-1] * (self.path_len - len(segment.accepted))]
         filler = [0] * (self.shape.nodes - segment.num_rows)
         return [segment.start, segment.num_rows, *accepted, *segment.tokens, *filler, *segment.parents, *filler]
-
-    def _upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        """Without a wait: the caching host allocator keeps the pinned source until the copy is done."""
-        if self.device.type != "cuda":
-            return torch.tensor(values, dtype=dtype)
-        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
 
 
 def _signed(seed: int) -> int:

@@ -18,6 +18,7 @@ from graftline.engine.stage_states import StageStates
 from graftline.engine.step_gate import StepGate
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
 from graftline.kernels.kv_compact import compact_kv
+from graftline.kernels.upload import upload
 
 Emit = Callable[[StepTokens | StepResult], None]
 
@@ -115,7 +116,7 @@ class Stage:
     def _enter(self, plan: StepPlan, payload: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         if self._is_first:
             tokens = [token for segment in plan.segments for token in segment.tokens]
-            return self._model.embed(torch.tensor(tokens, dtype=torch.int64, device=self._device)), []
+            return self._model.embed(upload(tokens, torch.int64, self._device)), []
         assert payload is not None, "a later stage needs the hidden states of the one before"
         assert payload.shape[0] == plan.num_rows, f"{payload.shape[0]} hidden rows for {plan.num_rows} planned"
         hidden, *features = torch.split(payload.to(self._device), self._model.config.hidden_size, dim=-1)

@@ -5,12 +5,12 @@ Pure description; knows neither models nor requests. Built from Python lists at 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-_ALIGNED_INTS = 4
+from graftline.kernels.upload import upload_ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +147,3 @@ def build_attention_batch(
         is_chain=is_chain,
         segments=tuple(replace(segment, page_ids=tuple(segment.page_ids)) for segment in segments),
     )
-
-
-def upload_ints(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Lists as int32 vectors on a device, in one copy that the host does not wait for.
-
-    Every vector starts at 16 bytes, so that Triton's kernels see the same alignment whatever the lengths.
-    """
-    starts = [0, *accumulate(-(-len(values) // _ALIGNED_INTS) * _ALIGNED_INTS for values in lists)]
-    on_host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    for start, values in zip(starts, lists, strict=False):
-        on_host[start : start + len(values)] = torch.tensor(values, dtype=torch.int32)
-    there = on_host.to(device, non_blocking=True)
-    return [there[start : start + len(values)] for start, values in zip(starts, lists, strict=False)]
