@@ -28,7 +28,8 @@ _POINTERS = {
     "path_bounds_ptr": "*i32", "path_nodes_ptr": "*i32", "draft_rows_ptr": "*i64", "draft_slots_ptr": "*i64",
     "draft_nodes_ptr": "*i64", "shrink": "fp32", "row_slots_ptr": "*i64", "visible_ptr": "*i64",
     "num_nodes_ptr": "*i32", "depths_ptr": "*i32", "tokens_ptr": "*i64", "sampled_ptr": "*i64", "path_ptr": "*i32",
-    "num_accepted_ptr": "*i32",
+    "num_accepted_ptr": "*i32", "stats_ptr": "*fp32", "firsts_ptr": "*i64", "counts_ptr": "*i32",
+    "weights_ptr": "*fp32", "kept_ptr": "*fp32", "kept_ids_ptr": "*i32", "margin": "fp32",
 }  # fmt: skip
 _WIDE_KEYS = ("_gated_delta_kernel", "_store_inputs_kernel")
 _OVERRIDES = {(kernel, "parents_ptr"): "*i64" for kernel in ("_select_tree_kernel", "_walk_trees_kernel")} | {
@@ -77,9 +78,20 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {
         )
     ],
     "_add_parts_kernel": [{"HAS_BIAS": True, "BLOCK": 1024}],
+    "_survey_kernel": [{"NORM": norm, "BLOCK": 4096} for norm in (False, True)],
+    "_spread_kernel": [{"BLOCK": 4096, "STEP": 256, "LEVELS": 32, "BLOCK_PARTS": 64}],
     "_combine_tree_kernel": [{"HEAD_DIM": 128, "BLOCK_N": 64, "BLOCK_SPLITS": 64, "BLOCK_D": 128}],
 }
-_DEFAULT_BLOCKS = {"BLOCK": 1024, "BLOCK_HEADS": 16, "BLOCK_HALF": 32, "BLOCK_SPLITS": 8, "BLOCK_D": 128, "CHUNK": 32}
+_DEFAULT_BLOCKS = {
+    "LEVELS": 32,
+    "BLOCK_PARTS": 64,
+    "BLOCK": 1024,
+    "BLOCK_HEADS": 16,
+    "BLOCK_HALF": 32,
+    "BLOCK_SPLITS": 8,
+    "BLOCK_D": 128,
+    "CHUNK": 32,
+}
 
 
 def attention_variants() -> list[dict[str, object]]:
