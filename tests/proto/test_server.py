@@ -193,3 +193,68 @@ def test_advertised_addresses() -> None:
 def test_bad_addresses_name_their_field(address: str) -> None:
     with pytest.raises(InvalidRequestError, match="peer"):
         parse_address(address, field="peer")
+
+
+class Frozen:
+    """Stands between a caller and a server, and from some moment on passes nothing more on, as a frozen peer would."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._passing = asyncio.Event()
+        self._passing.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "Frozen":
+        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._server.close()
+
+    def freeze(self) -> None:
+        self._passing.clear()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        for source, sink in ((reader, to_writer), (to_reader, writer)):
+            self._tasks.add(asyncio.ensure_future(self._pass_on(source, sink)))
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            await self._passing.wait()
+            sink.write(data)
+
+
+async def test_a_frozen_peer_is_noticed_on_both_sides() -> None:
+    """Whoever waits, server or caller, learns within `peer_silence_s` that nobody is there any more."""
+    silence_s = 1.0
+    gone = asyncio.Event()
+
+    class Waiting(Echo):
+        async def Watch(self, request: Any, context: Any) -> AsyncIterator[WatchResponse]:
+            try:
+                yield WatchResponse(incarnation="x")
+                await asyncio.sleep(60)
+            finally:
+                gone.set()
+
+    server = RpcServer("127.0.0.1:0", peer_silence_s=silence_s)
+    server.add(add_WorkerServiceServicer_to_server, Waiting(), NAME)
+    await server.start()
+    try:
+        async with Frozen(server.port) as between:
+            access = Access(peer_silence_s=silence_s)
+            async with open_channel(between.address, access) as channel:
+                call = WorkerServiceStub(channel).Watch(WatchRequest())
+                assert (await call.read()).incarnation == "x"
+                between.freeze()
+                async with asyncio.timeout(10 * silence_s):
+                    with pytest.raises(grpc.RpcError) as caught:
+                        await call.read()
+                    await gone.wait()
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await server.stop(0)

@@ -252,6 +252,8 @@ async def test_a_worker_taken_off_the_list_finishes_its_requests(tmp_path: Path)
                     path.write_text(json.dumps({"prefill": [first.address], "decode": []}))
                     await until(lambda: len(list(router.registry.workers)) == 1)
             assert ids == reference_ids(IDS, 50, 1)
+            # Addresses that come and go must not pile up as labels.
+            await until(lambda: worker.address not in router.metrics.exposition().decode())
 
 
 def test_worker_files_are_checked(tmp_path: Path) -> None:
