@@ -84,3 +84,24 @@ def test_a_delayed_write_works_later(pair: Pair) -> None:
 def test_a_flipped_byte_looks_like_success(pair: Pair) -> None:
     pair.write()
     assert pair.target.tolist() == [1, *range(1, 16)]
+
+
+@pytest.mark.parametrize("pair", ["lose:0.05s@1"], indirect=True)
+def test_a_lost_write_fails_late_and_may_land(pair: Pair) -> None:
+    start = time.monotonic()
+    with pytest.raises(TransferFailedError) as caught:
+        pair.write()
+    assert time.monotonic() - start >= 0.05
+    assert not caught.value.drained
+    assert pair.target.tolist() == [255] * 16
+
+
+@pytest.mark.parametrize("pair", ["fail@/2"], indirect=True)
+def test_every_nth_write_fails(pair: Pair) -> None:
+    failed = []
+    for number in range(1, 7):
+        try:
+            pair.write()
+        except TransferFailedError:
+            failed.append(number)
+    assert failed == [2, 4, 6]
