@@ -39,10 +39,14 @@ def automatic_split(num_layers: int, num_stages: int, last_stage_cost: float) ->
 
 
 def last_stage_cost(model: ModelConfig, head: DraftHeadConfig | None, tree: TreeShape) -> float:
-    """Cost of head and drafter in target layers, counted in weights read a round (what decoding is bound by)."""
+    """Cost of head and drafter in target layers, counted in weights that one request's round reads.
+
+    Reading weights is what decoding is bound by. Of a layer with experts the more is read the more rows pass it: all
+    nodes of the tree in a target layer, one row a level in the drafter.
+    """
     layer = float(model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size))
     if model.hybrid is not None:
-        layer = active_layer_weights(model)
+        layer = active_layer_weights(model, tree.nodes)
     cost = model.vocab_size * model.hidden_size
     if head is not None:
         width = head.hidden_size * (1 if head.kind is DraftHeadKind.EAGLE else 2)

@@ -22,16 +22,19 @@ def mtp_bytes(config: ModelConfig, dtype: torch.dtype, activations: torch.dtype)
     return block + 2 * hidden * hidden * dtype.itemsize + 3 * hidden * activations.itemsize
 
 
-def active_layer_weights(config: ModelConfig) -> float:
-    """Weights that one token reads in a layer, on average over the layers: of its experts only those it passes."""
+def active_layer_weights(config: ModelConfig, rows: int = 1) -> float:
+    """Weights that rows read in a layer, on average over the layers: of its experts only those that a row passes, taken
+    as chosen at random by every row.
+    """
     hybrid = _hybrid(config)
     moe, hidden = hybrid.moe, config.hidden_size
     one = torch.int8
-    total = 0
+    read = moe.num_experts * (1 - (1 - moe.num_chosen / moe.num_experts) ** rows)
+    total = 0.0
     for layer in range(config.num_layers):
         total += hybrid_layer_bytes(config, layer, one, one)
         if hybrid.moe_layers[layer]:
-            total -= 3 * hidden * moe.expert_size * (moe.num_experts - moe.num_chosen)
+            total -= 3 * hidden * moe.expert_size * (moe.num_experts - read)
     return total / config.num_layers
 
 

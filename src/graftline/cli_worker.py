@@ -65,7 +65,7 @@ ENGINE_OPTIONS = (
     Option("draft_nodes", int, "V: nodes with the root; 0: S + 1 for a chain, 2 S K for a tree.", _TREES, 0),
     Option("initial_tree", InitialTree, "What a prefill grows for the first decode round.", _TREES),
     Option("stages", int, "Pipeline stages.", _PIPELINE, 1),
-    Option("layer_split", str, "Layers of every stage (10,12,8), or auto.", _PIPELINE),
+    Option("layer_split", str, "Layers of every stage (10,12,8), measured, weights, or auto.", _PIPELINE),
     Option("stage_mode", StageMode, "Stages as processes, or as threads of this one.", _PIPELINE),
     Option("stage_channel", StageChannel, "Hidden states through host memory, or directly (NCCL).", _PIPELINE),
     Option("threads", int, "CPU threads of every stage; 0: the cores shared.", _PIPELINE, 0),
@@ -210,7 +210,7 @@ def _unknown_memory(device: str) -> DeviceMemory:
 
 
 # A plan is made for machines that may be others.
-_UNSEEN_HOST = Host(num_gpus=lambda: 1 << 10, memory_of=_unknown_memory)
+_UNSEEN_HOST = Host(num_gpus=lambda: 1 << 10, memory_of=_unknown_memory, measures=False)
 
 
 def _print_plan(memory: "MemoryPlan") -> None:
@@ -287,8 +287,10 @@ def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfi
     die_with_launcher()
     set_up_logging(role.value)
     options = engine_options(given)
-    engine, worker = resolve_engine_config(options, role), worker_config(given)
-    if "WORLD_SIZE" in os.environ and engine.device_type == "cuda" and not (options.pages or options.memory_mib):
+    is_wide = "WORLD_SIZE" in os.environ
+    engine = resolve_engine_config(options, role, Host(measures=not is_wide))
+    worker = worker_config(given)
+    if is_wide and engine.device_type == "cuda" and not (options.pages or options.memory_mib):
         raise InvalidRequestError("memory_mib", "must be said (or pages): stages of several hosts have to agree")
     if int(os.environ.get("RANK", "0")) > 0 and engine.num_stages > 1:
         from graftline.engine.stage_process import run_stage

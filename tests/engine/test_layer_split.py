@@ -4,7 +4,11 @@ from itertools import product
 
 import pytest
 
-from graftline.engine.layer_split import automatic_split, check_split, parse_split
+from graftline.engine.draft_choice import mtp_config
+from graftline.engine.layer_split import automatic_split, check_split, last_stage_cost, parse_split
+from graftline.engine.models.config import config_from_dict
+from graftline.engine.models.hybrid_figures import active_layer_weights
+from graftline.engine.tree_shape import TreeShape
 from graftline.errors import InvalidRequestError
 
 
@@ -48,3 +52,15 @@ def test_what_is_no_split_is_refused(text: str) -> None:
 def test_a_split_that_does_not_cover_the_model_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"\(1, 2\) sums to 3, the model has 4"):
         check_split((1, 2), 4)
+
+
+def test_experts_make_a_layer_dearer_the_more_rows_it_sees() -> None:
+    """A verify of V nodes reads more experts than one token; head and drafter read what they read."""
+    published = {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 48, "hidden_size": 2048}
+    shape = {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "intermediate_size": 5120}
+    model = config_from_dict({**published, **shape, "max_position_embeddings": 262144}, {})
+    one_row, round_of_four = active_layer_weights(model), active_layer_weights(model, 4)
+    expert = 3 * 2048 * 512
+    assert round_of_four - one_row == pytest.approx((512 * (1 - (1 - 10 / 512) ** 4) - 10) * expert)
+    head = mtp_config(model)
+    assert automatic_split(48, 2, last_stage_cost(model, head, TreeShape(3, 1, 4))) == (29, 19)

@@ -1,10 +1,12 @@
 """Where stages go and how much of a GPU they take: on one host, for one worker and for a whole cluster."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from tiny_world import TinyWorld
 
-from graftline.engine.config import Role
+from graftline.engine.config import EngineConfig, Role
 from graftline.engine.draft_choice import chosen_head
 from graftline.engine.memory_plan import plan_memory, taken_bytes
 from graftline.engine.models.checkpoint import read_model_config
@@ -92,7 +94,7 @@ def test_budgets_leave_room_for_weights_and_the_process() -> None:
 def test_pages_come_from_what_the_gpus_have(world: TinyWorld) -> None:
     """Contract 8: with every default, the pools of the fullest stage and its weights stay within the share."""
     options = EngineOptions(str(world.plain.path), str(world.eagle), devices="auto", stages=2, max_running=4096)
-    host = Host(lambda: 2, lambda device: DeviceMemory(3 * GIB, 3 * GIB))
+    host = Host(lambda: 2, lambda device: DeviceMemory(3 * GIB, 3 * GIB), measures=False)
     config = resolve_engine_config(options, Role.DECODE, host)
     assert config.devices == ("cuda:0", "cuda:1")
     model = read_model_config(world.plain.path)
@@ -127,3 +129,30 @@ def test_a_cluster_says_where_its_workers_go(monkeypatch: pytest.MonkeyPatch) ->
         ("cuda:0,cuda:1", 0.9),
     ]
     assert "--devices" not in worker_arguments(ClusterSpec(model="tiny"), "prefill-0")
+
+
+def test_splits_are_measured_where_that_can_be(world: TinyWorld) -> None:
+    """By itself on GPUs, on request on CPU; never in a plan or where several hosts would each find another one."""
+    asked: list[tuple[int, ...]] = []
+
+    def measure(config: EngineConfig) -> tuple[int, ...]:
+        asked.append(config.layer_split)
+        return (3, 1)
+
+    host = Host(lambda: 2, lambda device: DeviceMemory(3 * GIB, 3 * GIB), measure_split=measure)
+    options = EngineOptions(str(world.plain.path), str(world.eagle), stages=2)
+    by_weights = resolve_engine_config(options, Role.DECODE, host).layer_split
+    assert asked == []
+    for wanted in (replace(options, layer_split="measured"), replace(options, devices="auto")):
+        assert resolve_engine_config(wanted, Role.DECODE, host).layer_split == (3, 1)
+    assert asked == [by_weights] * 2
+    on_gpu = replace(options, devices="auto", layer_split="weights")
+    assert resolve_engine_config(on_gpu, Role.DECODE, host).layer_split == by_weights
+    assert resolve_engine_config(replace(on_gpu, layer_split="1,3"), Role.DECODE, host).layer_split == (1, 3)
+    assert resolve_engine_config(replace(on_gpu, stages=1), Role.DECODE, host).layer_split == (4,)
+    elsewhere = replace(host, measures=False)
+    assert resolve_engine_config(replace(on_gpu, layer_split="auto"), Role.DECODE, elsewhere).layer_split == by_weights
+    with pytest.raises(InvalidRequestError, match="not for plans") as raised:
+        resolve_engine_config(replace(options, layer_split="measured"), Role.DECODE, elsewhere)
+    assert raised.value.field == "layer_split"
+    assert len(asked) == 2

@@ -23,6 +23,8 @@ from graftline.kernels.attention_kind import AttentionBackend
 from graftline.worker.placement import AUTO, CPU, DEFAULT_FRACTION, Host, stage_budgets, stage_devices
 
 NONE = "none"
+MEASURED = "measured"
+WEIGHTS = "weights"
 _MIB = 1 << 20
 _CPU_POOLS_MIB = 512
 
@@ -47,7 +49,8 @@ class EngineOptions:
         devices: "cpu", "auto", "cuda", "cuda:N" or a name for every stage; see `placement.stage_devices`.
         attention_backend: how planned steps attend; every stage settles "auto" for its own machine.
         stages: of the pipeline.
-        layer_split: layers of every stage ("10,12,8"), or "auto".
+        layer_split: layers of every stage ("10,12,8"); "measured": by times taken at start; "weights": by what each
+            part reads; "auto": measured on GPUs, else by weights.
         stage_channel: how hidden states go between stages that are processes.
         pages: 0: as many as there is memory for, up to what all request slots can use.
         memory_mib: for the pools of the largest stage; 0: 512 on CPU, on a GPU what `memory_fraction` leaves.
@@ -133,6 +136,8 @@ def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host(
         quarantine_s=options.quarantine_s,
         preempt_every=options.preempt_every,
     )
+    if options.stages > 1 and wants_measured_split(options, config, host):
+        config = msgspec.structs.replace(config, layer_split=host.measure_split(config))
     if options.pages:
         return config
     pages = pages_within(config, model, head, pool_budgets(options, config, model, head, host))
@@ -196,12 +201,25 @@ def layer_split(
     options: EngineOptions, role: Role, model: ModelConfig, head: DraftHeadConfig | None, tree: TreeShape
 ) -> tuple[int, ...]:
     """Layers of every stage. Raises InvalidRequestError when they do not add up."""
-    if options.layer_split != AUTO:
+    if options.layer_split not in (AUTO, MEASURED, WEIGHTS):
         return parse_split(options.layer_split)
     # All of a prompt's rows pass the drafter's layer, but only one row of each request passes the output head.
     prefill_cost = 0.0 if head is None else 1.0
     cost = last_stage_cost(model, head, tree) if role is Role.DECODE else prefill_cost
     return automatic_split(model.num_layers, options.stages, cost)
+
+
+def wants_measured_split(options: EngineOptions, config: EngineConfig, host: Host) -> bool:
+    """Whether the split by weights is to give way to one by times.
+
+    Raises:
+        InvalidRequestError: it is asked for where it cannot be had.
+    """
+    if options.layer_split == MEASURED and not host.measures:
+        raise InvalidRequestError("layer_split", f"{MEASURED}: not for plans, nor for stages of several hosts")
+    return options.layer_split == MEASURED or (
+        options.layer_split == AUTO and host.measures and config.device_type == "cuda"
+    )
 
 
 def threads_per_stage(num_stages: int) -> int:

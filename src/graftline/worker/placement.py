@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from graftline.engine.config import EngineConfig
+from graftline.engine.split_measure import measured_split
 from graftline.errors import InvalidRequestError
 
 AUTO = "auto"
@@ -141,7 +143,11 @@ class Host:
     Attributes:
         num_gpus: how many GPUs it has.
         memory_of: memory of a GPU by name.
+        measures: stages may be built and timed here before the real ones.
+        measure_split: layers of every stage by times.
     """
 
     num_gpus: Callable[[], int] = num_gpus
     memory_of: Callable[[str], DeviceMemory] = device_memory
+    measures: bool = True
+    measure_split: Callable[[EngineConfig], tuple[int, ...]] = measured_split

@@ -1,0 +1,52 @@
+"""Splits by times: stages are really built and run, and what they are timed with is their role's work."""
+
+from pathlib import Path
+
+import pytest
+from tiny_world import TinyWorld
+
+from graftline.engine import split_measure
+from graftline.engine.config import MTP_HEAD, EngineConfig, Role
+from graftline.engine.models.checkpoint import read_model_config
+from graftline.engine.models.qwen3_next_random import write_tiny_qwen3_next
+from graftline.engine.split_measure import StageTimes, measure_stages, measured_split
+from graftline.engine.tree_shape import TreeShape
+
+
+def config(model: Path, role: Role, split: tuple[int, ...], head: str) -> EngineConfig:
+    return EngineConfig(
+        model=str(model),
+        role=role,
+        draft_head=head,
+        dtype="float32",
+        layer_split=split,
+        page_size=4,
+        max_running=2,
+        chunk_tokens=32,
+        tree=TreeShape(2, 1, 3),
+    )
+
+
+@pytest.mark.parametrize("role", Role)
+def test_stages_of_either_role_are_timed(world: TinyWorld, role: Role) -> None:
+    settings = config(world.plain.path, role, (2, 2), str(world.eagle))
+    times = measure_stages(settings, read_model_config(world.plain.path))
+    assert times.layer_s > 0
+    assert times.last_s >= 0
+    split = measured_split(settings)
+    assert sum(split) == 4
+    assert len(split) == 2
+
+
+def test_layers_of_every_kind_are_timed(tmp_path: Path) -> None:
+    model = write_tiny_qwen3_next(tmp_path / "model")
+    times = measure_stages(config(model, Role.DECODE, (4, 4), MTP_HEAD), read_model_config(model))
+    assert times.layer_s > 0
+
+
+@pytest.mark.parametrize(("last_s", "split"), [(0.0, (2, 2)), (2.0, (3, 1)), (9.0, (3, 1))])
+def test_the_slower_head_and_drafter_the_fewer_layers_beside_them(
+    world: TinyWorld, monkeypatch: pytest.MonkeyPatch, last_s: float, split: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(split_measure, "measure_stages", lambda *_: StageTimes(1.0, last_s))
+    assert measured_split(config(world.plain.path, Role.DECODE, (2, 2), str(world.eagle))) == split
