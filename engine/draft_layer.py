@@ -22,9 +22,9 @@ from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.draft_growth import DraftGrowth, DraftShape, DraftWeights
-from graftline.kernels.kv_write import write_kv
 from graftline.kernels.linear import LinearWeight, linear, pack_linear
 from graftline.kernels.norm import add_rms_norm, rms_norm
+from graftline.kernels.qkv_placing import place_qkv
 from graftline.kernels.rope import rope_
 from graftline.kernels.tree_batch import RowBatch
 from graftline.kernels.weight_arena import WeightArena
@@ -155,9 +155,9 @@ class DraftLayer:
 
     def forward(self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool) -> Tensor:
         """[rows, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV."""
-        q, k, v, residual = self._inputs(feature, next_tokens, batch.positions)
+        qkv, residual = self._inputs(feature, next_tokens)
         k_pages, v_pages = pool.layer_kv(pool.layers[0])
-        write_kv(k, v, k_pages, v_pages, batch)
+        q = place_qkv(qkv, k_pages, v_pages, batch, self._rotated(batch.positions), self._cos, self._sin)
         return self._outputs(self._attention(q, k_pages, v_pages, batch, self._scale), residual)
 
     def forward_newest(
@@ -173,7 +173,10 @@ class DraftLayer:
             return self.forward(feature, next_tokens, batch, pool)
         ends = batch.segment_rows[1:].long().unsqueeze(1)
         rows = (ends - newest + torch.arange(newest, device=ends.device)).flatten()
-        q, k, v, residual = self._inputs(feature, next_tokens, batch.positions[rows])
+        qkv, residual = self._inputs(feature, next_tokens)
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self.config.head_dim), [heads, kv_heads, kv_heads], dim=1)
+        rope_(q, k, self._rotated(batch.positions[rows]), self._cos, self._sin)
         k_pages, v_pages = pool.layer_kv(pool.layers[0])
         slots = batch.slots()[rows]
         pages, offsets = slots // batch.page_size, slots % batch.page_size
@@ -183,7 +186,12 @@ class DraftLayer:
         queries[rows] = q
         return self._outputs(self._attention(queries, k_pages, v_pages, batch, self._scale)[rows], residual)
 
-    def _inputs(self, feature: Tensor, next_tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _rotated(self, positions: Tensor) -> Tensor:
+        """Where rows of these positions stand for their rotation."""
+        return positions + self.config.position_offset if self.config.position_offset else positions
+
+    def _inputs(self, feature: Tensor, next_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k and v of the rows, side by side, and their residual stream."""
         config = self.config
         eps = config.rms_norm_eps
         embedded = self._embed(next_tokens)
@@ -195,13 +203,7 @@ class DraftLayer:
         else:
             residual = linear(torch.cat((embedded, feature), dim=-1), self._fc)
             inputs = residual if self._input_norm is None else rms_norm(residual, self._input_norm, eps)
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = linear(inputs, self._qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if config.position_offset:
-            positions = positions + config.position_offset
-        rope_(q, k, positions, self._cos, self._sin)
-        return q, k, v, residual
+        return linear(inputs, self._qkv), residual
 
     def _outputs(self, attended: Tensor, residual: Tensor) -> Tensor:
         hidden, residual = add_rms_norm(
