@@ -6,7 +6,6 @@ or a hang costs one section; `--out` holds what was found so far at any time.
 """
 
 import argparse
-import importlib.util
 import os
 import signal
 import subprocess
@@ -60,11 +59,12 @@ class Section:
 
 
 def _kernels(steps: Steps, place: Place) -> None:
+    _module(steps, "kernels", "graftline.bench.gpu_kernels", (), steps.left_s)
+
+
+def _attention(steps: Steps, place: Place) -> None:
     from graftline.bench.gpu_attention import measure_attention
 
-    name = "graftline.bench.gpu_kernels"
-    if importlib.util.find_spec(name) is not None:
-        _module(steps, "kernels", name, (), min(70.0, steps.left_s))
     measure_attention(steps, place.device)
 
 
@@ -80,6 +80,9 @@ def _roofline(steps: Steps, place: Place) -> None:
     from graftline.bench.gpu_models import LLAMA_8B, write_dummy_model
     from graftline.bench.gpu_roofline import measure_roofline
 
+    if place.kind == "cpu":
+        steps.note("8B shapes", "need a GPU")
+        return
     measure_roofline(steps, write_dummy_model(place.scratch / "llama-8b", LLAMA_8B), place.device)
 
 
@@ -94,6 +97,8 @@ def _speculation(steps: Steps, place: Place) -> None:
     model = resolve_model(place.model)
     setting = Setting(model, draft_head_path(model), place.device, max_running=1)
     measure_speculation(steps, "default model", setting, parity_prompts(open_checkpoint(model), 6))
+    if place.kind == "cpu":
+        return
     share = 0.8
     steps.note("8B shapes, simulated: drafts that are right, each", share)
     large, head = write_successor_pair(place.scratch / "successors", share)
@@ -109,8 +114,9 @@ def _transformers(steps: Steps, place: Place) -> None:
 
     model = resolve_model(place.model)
     measure_side_by_side(steps, "default model", Setting(model, draft_head_path(model), place.device))
-    large = write_dummy_model(place.scratch / "llama-8b", LLAMA_8B)
-    measure_side_by_side(steps, "8B shapes", Setting(large, None, place.device), static_s=60.0)
+    if place.kind != "cpu":
+        large = write_dummy_model(place.scratch / "llama-8b", LLAMA_8B)
+        measure_side_by_side(steps, "8B shapes", Setting(large, None, place.device), static_s=60.0)
 
 
 def _drafter(steps: Steps, place: Place) -> None:
@@ -155,9 +161,10 @@ def _command(steps: Steps, name: str, words: Sequence[str], part: Path, seconds:
 
 
 SECTIONS = {
-    "kernels": Section(110.0, _kernels),
+    "kernels": Section(100.0, _kernels),
     "parity": Section(150.0, _parity),
     "roofline": Section(120.0, _roofline),
+    "attention": Section(90.0, _attention),
     "speculation": Section(180.0, _speculation),
     "transformers": Section(200.0, _transformers),
     "drafter": Section(130.0, _drafter),

@@ -24,7 +24,9 @@ CASES: tuple[tuple[str, tuple[tuple[int, int, Sequence[int] | None], ...]], ...]
     ("trees and a chunk", ((33, 8, _TREE), (100, 200, None), (0, 8, _TREE), (15, 1, (-1,)))),
 )
 """(name, (committed length, rows, parents) of every segment)."""
-SHAPES = ((32, 8, 128), (9, 3, 64), (16, 2, 256), (8, 8, 80))
+SHAPES = ((32, 8, 128), (9, 3, 64), (16, 2, 256))
+# flashinfer compiled for one head size in 20 s on an H200's host.
+_NEEDS_S = 30.0
 
 
 def measure_attention(steps: Steps, device: str, shapes: Sequence[tuple[int, int, int]] = SHAPES) -> None:
@@ -44,7 +46,7 @@ def measure_attention(steps: Steps, device: str, shapes: Sequence[tuple[int, int
                 steps.step(
                     f"attention, {kind.value}, {shape[0]} heads, {shape[1]} KV heads of {shape[2]}",
                     partial(compare, kind, place, *shape),
-                    needs_s=5.0,
+                    needs_s=_NEEDS_S if kind is AttentionBackend.FLASHINFER else 5.0,
                 )
 
 

@@ -17,7 +17,7 @@ import torch
 from graftline.bench.baseline_models import PromptEncoder
 from graftline.bench.gpu_configs import CHAIN, Setting, shape_name
 from graftline.bench.gpu_pair import engine_pair
-from graftline.bench.gpu_steps import Steps, write_json
+from graftline.bench.gpu_steps import Steps
 from graftline.bench.prompt_set import DEFAULT_PROMPTS, read_prompts
 from graftline.engine.model_fetch import resolve_model
 from graftline.engine.models.checkpoint import Checkpoint, open_checkpoint
@@ -92,6 +92,14 @@ def shipped_ids(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]], max_to
     if any(tuple(prompt) not in known for prompt in prompts):
         return None
     return [known[tuple(prompt)][:max_tokens] for prompt in prompts]
+
+
+def ids_file(model_hash: str, prompts: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> str:
+    """The text that `shipped_ids` reads, a line a prompt and a line an answer."""
+    lists = {"prompts": prompts, "ids": ids}
+    parts = [f'"{name}": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]" for name, rows in lists.items()]
+    head = f'"model_hash": {json.dumps(model_hash)}, "max_tokens": {len(ids[0])}'
+    return "{" + ",\n".join([head, *parts]) + "}\n"
 
 
 def measure_parity(
@@ -175,10 +183,7 @@ def main() -> None:
     checkpoint = open_checkpoint(resolve_model(arguments.model))
     prompts = parity_prompts(checkpoint)
     ids = cpu_ids(checkpoint, prompts, MAX_TOKENS)
-    write_json(
-        arguments.out,
-        {"model_hash": checkpoint.model_hash, "max_tokens": MAX_TOKENS, "prompts": prompts, "ids": ids},
-    )
+    arguments.out.write_text(ids_file(checkpoint.model_hash, prompts, ids), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from graftline.engine.tree_shape import TreeShape
 
 OUTPUT_TOKENS = 64
 _REPEATS = 3
+_DEVICE_ROUNDS = 60
 
 
 def measure_speculation(
@@ -134,11 +135,10 @@ def _host_time(
 
 
 def _device_round_s(setting: Setting, tree: TreeShape | None, context: int, batch: int) -> float:
-    rounds = 60
     depth = 1 if tree is None else tree.depth + 1
-    room = (rounds + 8) * depth + 128
+    room = (_DEVICE_ROUNDS + 8) * depth + 128
     pages = batch * (-(-(context + room) // setting.page_size) + 1)
     stage = StageAlone(replace(setting, num_pages=max(pages, setting.num_pages)).decode(tree))
     stage.open(batch, context, room)
     stage.rounds(4)
-    return stage.rounds(rounds).wall_s
+    return stage.rounds(_DEVICE_ROUNDS).wall_s
