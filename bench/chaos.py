@@ -328,7 +328,7 @@ def _described(plan: ChaosPlan) -> dict[str, str]:
 
 def _settled(plan: ChaosPlan, scratch: Path) -> ClusterSpec:
     """The cluster to start: its model on disk, ports that are free, clocks that fit each other."""
-    spec = replace(plan.cluster, first_port=_free_ports(), log_dir=plan.cluster.log_dir or scratch / "logs")
+    spec = replace(plan.cluster, first_port=free_ports(), log_dir=plan.cluster.log_dir or scratch / "logs")
     if plan.model == TINY:
         model = write_tiny_model(scratch / "model", context=512)
         spec = replace(spec, model=str(model), draft_head=str(write_tiny_head(scratch / "head", model)))
@@ -343,7 +343,7 @@ def _settled(plan: ChaosPlan, scratch: Path) -> ClusterSpec:
     )
 
 
-def _free_ports() -> int:
+def free_ports() -> int:
     """The first of sixteen ports in a row that nobody has."""
     for first in _PORTS:
         if all(_is_free(port) for port in range(first, first + _PORTS.step)):

@@ -15,6 +15,7 @@ from graftline.bench.chaos_asks import PoolSize
 from graftline.bench.chaos_faults import Lane
 from graftline.bench.chaos_records import ChaosResult, write_chaos
 from graftline.bench.stats import Summary
+from graftline.bench.variants import parse_settings, with_settings
 from graftline.errors import GraftlineError, InvalidRequestError
 
 app = typer.Typer()
@@ -29,6 +30,7 @@ def chaos(
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of requests and faults.")] = 0,
     model: Annotated[str, typer.Option(help="tiny, or a known name, directory or GGUF file.")] = TINY,
+    cluster: Annotated[str, typer.Option(help="Settings of the cluster: key:value,key:value.")] = "",
     callers: Annotated[int, typer.Option(min=1, help="Requests open at a time.")] = 16,
     lanes: Annotated[
         str, typer.Option(help="Whose processes are hurt: prefill,decode,router; or none.")
@@ -61,7 +63,8 @@ def chaos(
         )
         if model != TINY:
             plan = for_real_model(plan)
-        plan = replace(plan, cluster=replace(plan.cluster, log_dir=log_dir))
+        spec = with_settings(plan.cluster, parse_settings(cluster), "cluster.")
+        plan = replace(plan, cluster=replace(spec, log_dir=log_dir))
         began_s = time.monotonic()
 
         def say(line: str) -> None:

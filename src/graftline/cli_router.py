@@ -1,10 +1,11 @@
 """`graftline router` and `graftline drain`."""
 
 import asyncio
+import logging
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import uvloop
@@ -16,6 +17,11 @@ from graftline.proto.v1 import worker_pb2
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
 from graftline.router.config import HealthConfig, Objectives, PolicyName, RequestConfig, RouterConfig, WorkerLists
 from graftline.worker.process import announce_ready, die_with_launcher, is_launched, set_up_logging, stop_signals
+
+if TYPE_CHECKING:
+    from graftline.router.server import Router
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer()
 
@@ -107,9 +113,17 @@ async def _serve(config: RouterConfig) -> None:
     with stop_signals() as stop:
         async with running_router(config) as running:
             if is_launched():
-                await running.wait_until_usable(PAIR_TIMEOUT_S)
+                await _wait_for_a_pair(running)
             announce_ready(address=running.address, http=running.http_address)
             await stop.wait()
+
+
+async def _wait_for_a_pair(running: "Router") -> None:
+    """Gives workers that start beside this router their time. Without them it serves all the same, and says so."""
+    try:
+        await running.wait_until_usable(PAIR_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning("no pair of workers is usable yet: %s", running.registry.why_no_pair())
 
 
 @app.command()

@@ -1,12 +1,15 @@
 """Real processes on loopback: router, prefill, a decode of two stages, under kill, restart, cancel and signals."""
 
 import asyncio
+import contextlib
+import pickle
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -17,10 +20,11 @@ from eventually import eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_world import TinyWorld, prompt
 
+from graftline.bench.chaos import free_ports
 from graftline.child import ChildDiedError
 from graftline.client import AsyncClient
 from graftline.errors import CancelledRequestError, GraftlineError
-from graftline.launcher import ANY_PORT, Cluster, ClusterSpec, local_cluster
+from graftline.launcher import ANY_PORT, Cluster, ClusterSpec, local_cluster, worker_arguments
 from graftline.proto.channel import open_channel
 
 pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]
@@ -210,6 +214,44 @@ def start_up(world: TinyWorld) -> tuple["subprocess.Popen[str]", list[psutil.Pro
 def assert_gone(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=NOTICE_S)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+async def test_any_start_order(world: TinyWorld, tmp_path: Path) -> None:
+    """CASES F11: the router first, then the decode, the prefill last; each waits for nobody."""
+    spec = spec_of(world, first_port=free_ports(), decode_stages=1)
+    spec = replace(spec, listen=f"127.0.0.1:{spec.first_port + 2}")
+    cluster = Cluster(spec, tmp_path, lambda _: None)
+    addresses = {name: f"127.0.0.1:{spec.first_port + index}" for index, name in enumerate(("prefill", "decode"))}
+    router = ["router", "--listen", spec.listen, "--http-listen", ANY_PORT]
+    for role, address in addresses.items():
+        router += [f"--{role}", address]
+    try:
+        starting = asyncio.ensure_future(cluster.start("router-0", router))
+        await cluster.start("decode-0", worker_arguments(spec, "decode-0"))
+        assert not starting.done()
+        await cluster.start("prefill-0", worker_arguments(spec, "prefill-0"))
+        await starting
+        assert await answer(cluster, prompt(6, 1)) == world.plain.answer(prompt(6, 1), NEW_TOKENS)
+    finally:
+        await cluster.stop()
+
+
+@pytest.mark.parametrize("garbage", [pickle.dumps(print), b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 4096], ids=len)
+async def test_garbage_harms_no_port(cluster: Cluster, world: TinyWorld, garbage: bytes) -> None:
+    """CASES Z01: whatever comes to a port, nobody runs it, and everybody goes on."""
+    for child in cluster.children.values():
+        for address in filter(None, (child.ready.get(name) for name in ("address", "http", "metrics"))):
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            with contextlib.suppress(OSError):
+                writer.write(garbage)
+                await writer.drain()
+                writer.write_eof()
+                async with asyncio.timeout(10):
+                    await reader.read(1024)
+            writer.close()
+    assert all(child.returncode is None for child in cluster.children.values())
+    assert await answer(cluster, prompt(5, 1)) == world.plain.answer(prompt(5, 1), NEW_TOKENS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
