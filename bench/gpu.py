@@ -6,8 +6,6 @@ or a hang costs one section; `--out` holds what was found so far at any time.
 """
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,16 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
-from graftline.bench.gpu_steps import Steps, read_json, write_json
+from graftline.bench.gpu_steps import Steps, end_session, ending_of, last_lines, read_json, write_json
 from graftline.bench.machine import command_line, machine_facts
 
 _POLL_S = 0.5
 _STOP_GRACE_S = 3.0
 _OUTPUT_LINES = 40
+# From the time a script is given for its work to the end of its process.
+_END_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Section:
 
 
 def _kernels(steps: Steps, place: Place) -> None:
-    _module(steps, "kernels", "graftline.bench.gpu_kernels", (), steps.left_s)
+    seconds = steps.left_s
+    _module(steps, "kernels", "graftline.bench.gpu_kernels", ("--seconds", f"{seconds - _END_S:.0f}"), seconds)
 
 
 def _attention(steps: Steps, place: Place) -> None:
@@ -143,6 +144,12 @@ def _training(steps: Steps, place: Place) -> None:
     _command(steps, "accept length of the head just trained", measure, part, 40.0)
 
 
+def _transfer(steps: Steps, place: Place) -> None:
+    seconds = steps.left_s
+    options = ("--seconds", f"{seconds - _END_S:.0f}", "--devices", place.device)
+    _module(steps, "transfer", "graftline.bench.gpu_transfer", options, seconds)
+
+
 def _hybrid(steps: Steps, place: Place) -> None:
     _module(steps, "hybrid", "graftline.bench.hybrid_gpu", (), steps.left_s)
 
@@ -167,6 +174,7 @@ SECTIONS = {
     "attention": Section(90.0, _attention),
     "speculation": Section(180.0, _speculation),
     "transformers": Section(200.0, _transformers),
+    "transfer": Section(100.0, _transfer),
     "drafter": Section(130.0, _drafter),
     "training": Section(130.0, _training),
     "hybrid": Section(120.0, _hybrid),
@@ -219,13 +227,11 @@ def _watch(
                 time.sleep(_POLL_S)
                 _take(part, section, keep)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait(_STOP_GRACE_S)
-        section["ending"] = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            code = end_session(process)
+        section["ending"] = ending_of(code)
         section["seconds"] = round(time.monotonic() - started, 1)
         if code != 0:
-            section["output"] = _last_lines(output)
+            section["output"] = last_lines(output, _OUTPUT_LINES)
     _take(part, section, keep)
     keep()
 
@@ -235,11 +241,6 @@ def _take(part: Path, section: dict[str, Any], keep: Callable[[], None]) -> None
     if found is not None and found != section.get("found"):
         section["found"] = found
         keep()
-
-
-def _last_lines(output: IO[bytes]) -> list[str]:
-    output.seek(0)
-    return output.read().decode(errors="replace").splitlines()[-_OUTPUT_LINES:]
 
 
 def _run_one(name: str, out: Path, seconds: float, place: Place) -> None:

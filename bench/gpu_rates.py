@@ -36,7 +36,7 @@ def as_graph(device: torch.device, run: Callable[[], object]) -> Callable[[], ob
         run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
 

@@ -5,18 +5,19 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
 _TRACE_LINES = 12
 _OUTPUT_LINES = 20
-_KILL_GRACE_S = 5.0
+_KILL_GRACE_S = 20.0
 
 T = TypeVar("T")
 
@@ -85,22 +86,69 @@ def read_json(path: Path) -> Any:
 
 
 def run_bounded(command: Sequence[str], part: Path, seconds: float) -> dict[str, Any]:
-    """Runs a command that writes JSON to `part`; kills it, and what it started, when its time is over.
+    """Runs a command that writes JSON to `part`; kills it, and its process group, when its time is over.
+
+    It stays in the caller's session, so that whoever ends that ends this too.
 
     Returns:
         What is in `part` then, how the command ended, and the end of its output.
     """
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0)
+        try:
+            ending = ending_of(process.wait(max(1.0, seconds)))
+        except subprocess.TimeoutExpired:
+            _kill_group(process.pid)
+            ending = f"{ending_of(wait_killed(process))} after {seconds:.0f} s"
+        finally:
+            _kill_group(process.pid)
+        return {"found": read_json(part), "ending": ending, "output": last_lines(output, _OUTPUT_LINES)}
+
+
+def end_session(process: "subprocess.Popen[bytes]") -> int | None:
+    """Kills what is left of the session that a process leads; see `wait_killed`."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        if _session_of(folder) == process.pid:
+            with suppress(ProcessLookupError):
+                os.kill(int(folder.name), signal.SIGKILL)
+    return wait_killed(process)
+
+
+def wait_killed(process: "subprocess.Popen[bytes]") -> int | None:
+    """The exit code of a process that was killed or has ended; None while it is still going.
+
+    Giving tens of gigabytes of a GPU back takes seconds.
+    """
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_GRACE_S)
+    return process.returncode
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _session_of(folder: Path) -> int | None:
+    """The session of a process of /proc; None when it is gone."""
     try:
-        output, _ = process.communicate(timeout=max(1.0, seconds))
-        ending = f"exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate(timeout=_KILL_GRACE_S)
-        ending = f"killed after {seconds:.0f} s"
-    return {"found": read_json(part), "ending": ending, "output": output.splitlines()[-_OUTPUT_LINES:]}
+        text = (folder / "stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[3])  # state, parent, group, session
+
+
+def ending_of(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "killed, still going"
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def last_lines(output: IO[bytes], count: int) -> list[str]:
+    """The end of what was written."""
+    output.seek(0)
+    return output.read().decode(errors="replace").splitlines()[-count:]
 
 
 def settle() -> None:

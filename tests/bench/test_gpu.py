@@ -63,6 +63,22 @@ def test_a_hang_is_killed_at_its_bound_and_what_was_found_stays(
     assert found["roofline"]["found"] == {"so far": 1}
 
 
+def test_what_a_killed_section_had_started_dies_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.SECTIONS, "parity", Section(4.0, SECTIONS["parity"].run))
+    nested = "import os, time; print(os.getpid(), flush=True); time.sleep(120)"
+    body = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", {nested!r}], stdout=subprocess.PIPE, process_group=0)
+json.dump(int(child.stdout.readline()), open(OUT, "w"))
+time.sleep(120)
+"""
+    pid = run(tmp_path, body, ["parity"])["sections"]["parity"]["found"]
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline, f"process {pid} outlived its section"
+        time.sleep(0.05)
+
+
 def test_sections_without_time_are_named(tmp_path: Path) -> None:
     found = run(tmp_path, "raise AssertionError", ["parity"], seconds=1.0)["sections"]
     assert found["parity"]["ending"] == "not begun: out of time"
@@ -101,7 +117,7 @@ def test_a_bounded_command_is_killed_with_all_it_started(tmp_path: Path) -> None
     found = run_bounded([sys.executable, "-c", body], part, 2.0)
     assert time.monotonic() - started < 20  # the grandchild held the pipe
     assert found["found"] == {"batch": 1}
-    assert found["ending"].startswith("killed after")
+    assert found["ending"] == "signal 9 after 2 s"
     assert found["output"] == ["begun"]
     assert run_bounded([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "none.json", 20.0) == {
         "found": None,
