@@ -71,7 +71,7 @@ class ChaosPlan:
     callers: int = 16
     cancel_share: float = 0.15
     lanes: tuple[Lane, ...] = tuple(Lane)
-    transfer_faults: str = "delay:0.3s@/67,fail@/97,late:1s@/131,lose:1s@/211"
+    transfer_faults: str = "delay:0.3s@/67,fail@/97,late:1s@/131,flip@/151,lose:1s@/211"
     pause_s: float = 2.0
     pace_s: float = 0.0
     soak: bool = False
@@ -338,7 +338,7 @@ def _settled(plan: ChaosPlan, scratch: Path) -> ClusterSpec:
     return replace(
         spec,
         listen=f"127.0.0.1:{spec.first_port + spec.prefills + spec.decodes}",
-        prefill_arguments=(*clocks, "--transfer-faults", plan.transfer_faults, *spec.prefill_arguments),
+        prefill_arguments=(*clocks, "--transfer-faults", plan.transfer_faults, "--kv-digest", *spec.prefill_arguments),
         decode_arguments=(*clocks, *spec.decode_arguments),
     )
 

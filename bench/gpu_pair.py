@@ -86,6 +86,7 @@ class _KnownPort:
         self.forget = port.forget
         self.send = port.send
         self.cancel = port.cancel
+        self.digest = port.digest
         self.close = port.close
 
     def open(self, pools: StagePools) -> bytes:

@@ -203,7 +203,7 @@ class Attempt:
             return
         self.handoff_counts = handoff_from(message.handoff)
         self.tree_origin = tree_origin_from(message.tree_origin)
-        self.post(PrefillFinished(tree, self.tree_origin, self.handoff_counts))
+        self.post(PrefillFinished(tree, self.tree_origin, self.handoff_counts, message.kv_digest))
 
     # --- the machine -----------------------------------------------------------------------------------------
 
@@ -242,9 +242,9 @@ class Attempt:
             case handoff.DropStream():
                 if self._call is not None:
                     self._call.cancel()
-            case handoff.StartDecoding(tree):
+            case handoff.StartDecoding(tree, kv_digest):
                 assert self._first_token is not None, "the machine starts decoding only after a first token"
-                self._engine.start(key, self._first_token, tree)
+                self._engine.start(key, self._first_token, tree, kv_digest)
             case handoff.Release():
                 self._engine.release(key)
             case handoff.Quarantine():

@@ -200,6 +200,7 @@ class StartDecoding:
     """Hand the request to the decode loop."""
 
     tree: DraftTree
+    kv_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +266,8 @@ def _from_prefill(state: State, message: PrefillEvent | FirstTokenEnds) -> Step:
     if state.leg_over:
         return state, ()
     match message:
-        case PrefillFinished(tree):
-            return _finished(replace(state, leg=Leg.CLOSED), tree)
+        case PrefillFinished():
+            return _finished(replace(state, leg=Leg.CLOSED), message)
         case PrefillFailed():
             state, freed = _return_pages(replace(state, leg=Leg.CLOSED), drained=message.drained)
             state, told = _fail(state, _failed_prefill(message))
@@ -290,11 +291,11 @@ def _from_prefill(state: State, message: PrefillEvent | FirstTokenEnds) -> Step:
     return state, ()
 
 
-def _finished(state: State, tree: DraftTree) -> Step:
+def _finished(state: State, finished: PrefillFinished) -> Step:
     if state.told:
         return _return_pages(state, drained=True)
     if state.pages is Pages.EXPOSED and state.has_first_token:
-        return replace(state, pages=Pages.RUNNING), (StartDecoding(tree),)
+        return replace(state, pages=Pages.RUNNING), (StartDecoding(finished.tree, finished.kv_digest),)
     state, freed = _return_pages(state, drained=True)
     confused = InternalError("the prefill finished without a destination or a first token")
     state, told = _fail(state, Failed(confused, FailedLeg.PREFILL))
@@ -312,7 +313,9 @@ def _from_engine(state: State, event: DecodeEvent) -> Step:
         case Preempted(speculation), Pages.RUNNING:
             return _tell(replace(state, pages=Pages.RETURNED), GoOn(speculation))
         case DecodeFailed(), Pages.IN_LINE | Pages.EXPOSED | Pages.RUNNING:
-            return _fail(replace(state, pages=Pages.RETURNED), Failed(_failed_decode(event), FailedLeg.DECODE))
+            # What the prefill's side wrote is not what it computed: another one shall try.
+            leg = FailedLeg.PREFILL if event.code is DecodeFailure.KV_DIFFERS else FailedLeg.DECODE
+            return _fail(replace(state, pages=Pages.RETURNED), Failed(_failed_decode(event), leg))
         case DecodeCancelled(), Pages.RUNNING:
             stopped = PeerUnavailableError("the decode loop stopped")
             return _fail(replace(state, pages=Pages.RETURNED), Failed(stopped, FailedLeg.DECODE))
@@ -375,6 +378,8 @@ def _failed_decode(event: DecodeFailed) -> GraftlineError:
             return OutOfCapacityError(event.reason, retry_after_s=1.0)
         case DecodeFailure.ENGINE_LOST:
             return PeerUnavailableError(event.reason)
+        case DecodeFailure.KV_DIFFERS:
+            return TransferFailedError(event.reason, drained=True)
         case DecodeFailure.INTERNAL:
             return InternalError(event.reason)
 

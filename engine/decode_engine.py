@@ -18,7 +18,18 @@ from graftline.engine.device_rounds import round_size
 from graftline.engine.engine_thread import EngineThread
 from graftline.engine.microbatch import Microbatch, MicrobatchSet
 from graftline.engine.pages import PageAllocator, num_pages_for
-from graftline.engine.plan import PageChange, Report, Segment, SegmentOutcome, SlotOpening, StepPlan, StepResult
+from graftline.engine.plan import (
+    DigestDone,
+    DigestUnits,
+    PageChange,
+    Report,
+    Segment,
+    SegmentOutcome,
+    SentPool,
+    SlotOpening,
+    StepPlan,
+    StepResult,
+)
 from graftline.engine.quarantine import Quarantine
 from graftline.engine.rates import DecodeTotals, RecentRate
 from graftline.engine.request import DraftTree, Request, RequestKey, Sampling, SlotId, Token
@@ -68,6 +79,20 @@ class _Start:
     key: RequestKey
     first_token: Token
     tree: DraftTree
+    kv_digest: bytes
+
+
+@dataclass(slots=True)
+class _Check:
+    """What arrived for a request is digested by every stage before its first round.
+
+    Attributes:
+        missing: what the stages that have not answered still have to bring, combined with the digest that was sent.
+    """
+
+    request: DecodeRequest
+    num_open: int
+    missing: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +133,8 @@ class DecodeScheduler:
         self._batches = MicrobatchSet(config.num_stages, config.rounds_ahead)
         self._steps = itertools.count()
         self._orders = itertools.count()
+        self._check_numbers = itertools.count()
+        self._checks: dict[int, _Check] = {}
         self._rounds_since_preemption = 0
         self._failed: str | None = None
         self._token_rate = RecentRate()
@@ -147,9 +174,9 @@ class DecodeScheduler:
         """See `DecodeEngine.forget_peer`."""
         self.thread.put(_ForgetPeer(peer_incarnation))
 
-    def start(self, key: RequestKey, first_token: Token, tree: DraftTree) -> None:
+    def start(self, key: RequestKey, first_token: Token, tree: DraftTree, kv_digest: bytes = b"") -> None:
         """See `DecodeEngine.start`."""
-        self.thread.put(_Start(key, first_token, tree))
+        self.thread.put(_Start(key, first_token, tree, kv_digest))
 
     def cancel(self, key: RequestKey) -> None:
         """See `DecodeEngine.cancel`."""
@@ -167,8 +194,10 @@ class DecodeScheduler:
                 self._apply(item)
             case _Reserve(request, deliver):
                 self._enqueue(request, deliver)
-            case _Start(key, first_token, tree):
-                self._begin(key, first_token, tree)
+            case _Start(key, first_token, tree, kv_digest):
+                self._begin(key, first_token, tree, kv_digest)
+            case DigestDone():
+                self._take_digest(item)
             case _Release(key):
                 self._give_back(key)
             case _Quarantine(key, peer):
@@ -267,17 +296,50 @@ class DecodeScheduler:
 
     # --- running -----------------------------------------------------------------------------------------------
 
-    def _begin(self, key: RequestKey, first_token: Token, tree: DraftTree) -> None:
+    def _begin(self, key: RequestKey, first_token: Token, tree: DraftTree, kv_digest: bytes) -> None:
         request = self._requests.get(key)
         if request is None or request.phase is not Phase.RESERVED:
             logger.warning("%s was started but is not reserved", key)
             return
         request.start(first_token, self._usable(tree, first_token))
+        if kv_digest:
+            self._check_arrived(request, kv_digest)
+        else:
+            self._enter(request)
+
+    def _enter(self, request: DecodeRequest) -> None:
+        """The request's rounds may begin."""
         ending = request.ending_before_start()
         if ending is not None:
             self._end(request, ending)
         else:
             self._batches.add(request)
+
+    def _check_arrived(self, request: DecodeRequest, kv_digest: bytes) -> None:
+        pages = [int(page) for page in request.pages]
+        units = [(SentPool.TARGET, pages), (SentPool.DRAFT, pages)]
+        if self._has_state:
+            units.append((SentPool.STATE, [int(request.slot)]))
+        check = next(self._check_numbers)
+        self._checks[check] = _Check(request, self._config.num_stages, int.from_bytes(kv_digest))
+        self._pipeline.tell(DigestUnits(check, units))
+
+    def _take_digest(self, done: DigestDone) -> None:
+        check = self._checks[done.check]
+        check.num_open -= 1
+        check.missing ^= int.from_bytes(done.digest)
+        if check.num_open:
+            return
+        del self._checks[done.check]
+        request = check.request
+        if self._requests.get(request.request.key) is not request:
+            return  # cancelled meanwhile
+        if check.missing == 0:
+            self._enter(request)
+            return
+        self.totals.failures += 1
+        self._forget(request)
+        request.deliver(DecodeFailed("the KV that arrived is not what was sent", DecodeFailure.KV_DIFFERS))
 
     def _usable(self, tree: DraftTree, first_token: Token) -> DraftTree:
         """The tree a peer sent, if it is one for this first token and this model; any tree keeps output exact."""

@@ -264,6 +264,7 @@ class SendDone(_Message, frozen=True):
     Attributes:
         error: "" when the peer acknowledged every byte.
         drained: after an error, whether late bytes are impossible.
+        digest: of what was written, when the worker digests; see `kv_transfer.digest`.
     """
 
     order: int
@@ -272,10 +273,31 @@ class SendDone(_Message, frozen=True):
     seconds: float
     error: str = ""
     drained: bool = True
+    digest: bytes = b""
 
 
-Control: TypeAlias = Heartbeat | Stop | PairPeer | ForgetPeer | SendOrder | CancelSends
-Report: TypeAlias = StageReady | StageAlive | StageFailed | StepTokens | StepResult | SendDone
+class DigestUnits(_Message, frozen=True):
+    """Digest what a peer wrote into pages and slots of one request; answered by one `DigestDone` from every stage.
+
+    Attributes:
+        check: counts up over all checks of one pipeline.
+        units: (pool, ids in it).
+    """
+
+    check: int
+    units: list[tuple[SentPool, list[int]]]
+
+
+class DigestDone(_Message, frozen=True):
+    """A stage's part of a digest; empty when the stage has no transfer layer."""
+
+    check: int
+    stage: int
+    digest: bytes
+
+
+Control: TypeAlias = Heartbeat | Stop | PairPeer | ForgetPeer | SendOrder | CancelSends | DigestUnits
+Report: TypeAlias = StageReady | StageAlive | StageFailed | StepTokens | StepResult | SendDone | DigestDone
 Message: TypeAlias = StepPlan | Control | Report
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -467,7 +467,8 @@ class PrefillScheduler:
             return None
         if not job.ends_with_first_token and (job.destination is None or job.sent_pages < len(job.pages)):
             return None
-        return PrefillFinished(job.tree, self._origin(job), job.handoff())
+        digest = job.ledger.digest.to_bytes(16) if job.ledger.digest else b""
+        return PrefillFinished(job.tree, self._origin(job), job.handoff(), digest)
 
     def _origin(self, job: PrefillJob) -> TreeOrigin:
         if not self._config.tree.speculates:

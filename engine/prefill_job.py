@@ -23,6 +23,7 @@ class SendLedger:
     seconds: float = 0.0
     error: str = ""
     drained: bool = True
+    digest: int = 0
 
     @property
     def is_settled(self) -> bool:
@@ -43,6 +44,7 @@ class SendLedger:
         if done.error and not self.error:
             self.error = f"stage {done.stage}: {done.error}"
         self.drained = self.drained and done.drained
+        self.digest ^= int.from_bytes(done.digest)
 
 
 @dataclass(slots=True, eq=False)

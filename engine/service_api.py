@@ -72,11 +72,14 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFinished:
-    """Terminal: every writing stage had its last write acknowledged."""
+    """Terminal: every writing stage had its last write acknowledged. `kv_digest` is of all that was written, if the
+    worker digests.
+    """
 
     tree: DraftTree
     tree_origin: TreeOrigin
     handoff: HandoffCounts
+    kv_digest: bytes = b""
 
 
 class PrefillFailure(Enum):
@@ -168,6 +171,8 @@ class DecodeFailure(Enum):
     """The line is full: another decode may have room."""
     ENGINE_LOST = "engine-lost"
     """The engine cannot go on; nobody's request is at fault."""
+    KV_DIFFERS = "kv-differs"
+    """What arrived is not what the prefill sent."""
     INTERNAL = "internal"
 
 
@@ -209,8 +214,11 @@ class DecodeEngine(Protocol):
     def forget_peer(self, peer_incarnation: str) -> None:
         """That incarnation is gone: its quarantined pages are free."""
 
-    def start(self, key: RequestKey, first_token: Token, tree: DraftTree) -> None:
-        """Everything arrived: decode. `first_token` was delivered by the service itself already."""
+    def start(self, key: RequestKey, first_token: Token, tree: DraftTree, kv_digest: bytes = b"") -> None:
+        """Everything arrived: decode. `first_token` was delivered by the service itself already.
+
+        With a digest, what arrived is compared with it first, and `DecodeFailed(KV_DIFFERS)` is a possible end.
+        """
 
     def cancel(self, key: RequestKey) -> None:
         """Ends a *started* request with `DecodeCancelled`; ignored when it has ended already."""

@@ -12,6 +12,8 @@ from graftline.engine.busy_clock import BusyClock
 from graftline.engine.links import Sender, StageLinks
 from graftline.engine.plan import (
     CancelSends,
+    DigestDone,
+    DigestUnits,
     ForgetPeer,
     Heartbeat,
     Message,
@@ -157,6 +159,8 @@ class StageWorker:
                     )
                 case SendOrder():
                     self._port.send(message, self._ready(message), self._done)
+                case DigestUnits(check=check, units=units):
+                    self._reports.send(DigestDone(check, self._index, self._port.digest(units)))
                 case CancelSends(owner=owner):
                     self._port.cancel(owner)
                 case PairPeer(peer=peer, layout=layout):
@@ -176,7 +180,7 @@ class StageWorker:
     def _done(self, done: SendDone) -> None:
         try:
             self._reports.send(
-                SendDone(done.order, self._index, done.num_bytes, done.seconds, done.error, done.drained)
+                SendDone(done.order, self._index, done.num_bytes, done.seconds, done.error, done.drained, done.digest)
             )
         except PeerUnavailableError:
             logger.warning("stage %d could not report order %d", self._index, done.order)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from graftline.engine.kv_pool import KvPool
-from graftline.engine.plan import SendDone, SendOrder
+from graftline.engine.plan import SendDone, SendOrder, SentPool
 from graftline.engine.state_pool import StatePool
 
 
@@ -52,6 +52,9 @@ class TransferPort(Protocol):
     def cancel(self, owner: str) -> None:
         """Drops what an owner has queued; `done` is called for each order all the same."""
 
+    def digest(self, units: Sequence[tuple[SentPool, Sequence[int]]]) -> bytes:
+        """Of what lies in these pages and slots here; blocks for as long as it takes to read them."""
+
     def close(self) -> None:
         """Ends everything."""
 
@@ -75,6 +78,10 @@ class NoTransfer:
 
     def cancel(self, owner: str) -> None:
         """See `TransferPort`."""
+
+    def digest(self, units: Sequence[tuple[SentPool, Sequence[int]]]) -> bytes:
+        """See `TransferPort`."""
+        return b""
 
     def close(self) -> None:
         """See `TransferPort`."""

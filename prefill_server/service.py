@@ -262,9 +262,12 @@ def response_of(event: PrefillEvent) -> prefill_pb2.PrefillResponse:
             logprob = None if token.logprob is None else logprob_message(token.logprob)
             first = prefill_pb2.PrefillFirstToken(token_id=token.token_id, logprob=logprob)
             return prefill_pb2.PrefillResponse(first_token=first)
-        case PrefillFinished(tree, origin, counts):
+        case PrefillFinished(tree, origin, counts, kv_digest):
             finished = prefill_pb2.PrefillFinished(
-                tree=tree_message(tree), tree_origin=tree_origin_message(origin), handoff=handoff_message(counts)
+                tree=tree_message(tree),
+                tree_origin=tree_origin_message(origin),
+                handoff=handoff_message(counts),
+                kv_digest=kv_digest,
             )
             return prefill_pb2.PrefillResponse(finished=finished)
         case PrefillFailed(code, reason, drained):

@@ -333,7 +333,10 @@ class PrefillFinished(_message.Message):
     TREE_FIELD_NUMBER: _builtins.int
     TREE_ORIGIN_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    KV_DIGEST_FIELD_NUMBER: _builtins.int
     tree_origin: _common_pb2.TreeOrigin.ValueType
+    kv_digest: _builtins.bytes
+    """Of everything that was written (kv_transfer/digest.py); empty unless the prefill digests."""
     @_builtins.property
     def tree(self) -> _common_pb2.DraftTree: ...
     @_builtins.property
@@ -344,10 +347,11 @@ class PrefillFinished(_message.Message):
         tree: _common_pb2.DraftTree | None = ...,
         tree_origin: _common_pb2.TreeOrigin.ValueType = ...,
         handoff: _common_pb2.HandoffStats | None = ...,
+        kv_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "tree", b"tree", "tree_origin", b"tree_origin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "kv_digest", b"kv_digest", "tree", b"tree", "tree_origin", b"tree_origin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

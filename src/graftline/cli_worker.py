@@ -102,6 +102,7 @@ WORKER_OPTIONS = (
     Option("start_timeout_s", float, "Seconds for all stages to be ready.", _NETWORK, 1, default=300.0),
     Option("stop_timeout_s", float, "Seconds for stages and writes to end.", _NETWORK, 0.1, default=15.0),
     Option("peer_silence_s", float, "Silence after which a peer is given up.", _NETWORK, 0.1, default=2.5),
+    Option("kv_digest", bool, "Decodes compare what arrives with what was sent; slow.", _TESTS, default=False),
     Option("transfer_faults", str, "What goes wrong with writes: fail@7,delay:0.5s@/50.", _TESTS, default=""),
 )
 _TYPED = (
@@ -255,6 +256,7 @@ def worker_config(given: dict[str, Any]) -> WorkerConfig:
             rdma_devices=given["rdma_devices"],
             intra_node_gpu=given["intra_node_gpu"],
             faults=given["transfer_faults"],
+            kv_digest=given["kv_digest"],
         ),
         tls=shared.server_tls(given["tls_certificate"], given["tls_key"], given["tls_ca"]),
         tokens=shared.tokens(given["token"]),

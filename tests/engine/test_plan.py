@@ -9,6 +9,8 @@ import pytest
 
 from graftline.engine.plan import (
     CancelSends,
+    DigestDone,
+    DigestUnits,
     ForgetPeer,
     Heartbeat,
     Message,
@@ -57,7 +59,9 @@ MESSAGES: list[Message] = [
     ForgetPeer("peer"),
     SendOrder(4, "r/0", "peer", 7, SentPool.DRAFT, [(1, 2), (3, 4)]),
     CancelSends("r/0"),
-    SendDone(4, 1, 4096, 0.01, "refused", False),
+    SendDone(4, 1, 4096, 0.01, "refused", False, b"\x00\xff"),
+    DigestUnits(3, [(SentPool.TARGET, [4, 0]), (SentPool.STATE, [1])]),
+    DigestDone(3, 1, b"\x07" * 16),
 ]
 
 

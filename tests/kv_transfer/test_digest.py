@@ -5,7 +5,7 @@ import pytest
 from transfer_pools import Pools, PoolShape, build_pools, page_keys, split
 
 from graftline.kv_transfer.copy_plan import CopyPlanner
-from graftline.kv_transfer.digest import differing, digest_pages, digest_slot
+from graftline.kv_transfer.digest import EMPTY, combined, digest_units
 from graftline.kv_transfer.layout import PAGE_KINDS, SLOT_KINDS, BufferKey, BufferKind
 
 PAGE_SIZE, ROW_BYTES = 4, 8
@@ -19,11 +19,14 @@ def pools(cuts: list[int], num_units: int, seed: int) -> Pools:
     return build_pools(shape, np.random.default_rng(seed))
 
 
-def digests(worker: Pools, page_ids: list[int], num_tokens: int) -> dict[BufferKey, bytes]:
-    found: dict[BufferKey, bytes] = {}
+def digest_of(worker: Pools, pages: list[tuple[int, int]], slot: tuple[int, int]) -> bytes:
+    """Over all stages, page by page, as chunks would be digested."""
+    total = EMPTY
     for stage in worker.layout.stages:
-        found |= digest_pages(stage, PAGE_KINDS, page_ids, num_tokens, PAGE_SIZE)
-    return found
+        for page in pages:
+            total = combined(total, digest_units(stage, PAGE_KINDS, [page]))
+        total = combined(total, digest_units(stage, SLOT_KINDS, [slot]))
+    return total
 
 
 @pytest.fixture
@@ -38,43 +41,36 @@ def handed_over() -> tuple[Pools, Pools]:
     return source, destination
 
 
-def test_digests_do_not_depend_on_pages_or_stages(handed_over: tuple[Pools, Pools]) -> None:
+SENT, SENT_SLOT = [(4, 1), (0, 3), (2, 0)], (5, 2)
+FOUND, FOUND_SLOT = [(3, 3), (0, 0), (1, 1)], (2, 2)
+
+
+def test_digests_do_not_depend_on_stages_chunks_or_order(handed_over: tuple[Pools, Pools]) -> None:
     """CASES B21."""
     source, destination = handed_over
-    ours, theirs = digests(source, [4, 0, 2], 10), digests(destination, [1, 3, 0], 10)
-    assert set(ours) == set(KEYS)
-    assert differing(ours, theirs) == ()
-    assert digests(source, [0, 4, 2], 10) != ours
+    sent = digest_of(source, SENT, SENT_SLOT)
+    assert sent != EMPTY
+    assert sent == digest_of(destination, FOUND, FOUND_SLOT)
 
 
-def test_one_changed_byte_is_found_by_name(handed_over: tuple[Pools, Pools]) -> None:
+def test_pages_in_each_others_place_are_found(handed_over: tuple[Pools, Pools]) -> None:
+    """CASES B21: crossed pages hold the same bytes in all."""
+    source, destination = handed_over
+    crossed = [(4, 3), (0, 1), (2, 0)]
+    assert digest_of(source, crossed, SENT_SLOT) != digest_of(destination, FOUND, FOUND_SLOT)
+
+
+@pytest.mark.parametrize("where", ["page", "slot"])
+def test_one_changed_bit_is_found(handed_over: tuple[Pools, Pools], where: str) -> None:
     """CASES B21."""
     source, destination = handed_over
-    destination.unit(KEYS[3], 0)[2 * ROW_BYTES - 1] ^= 1
-    ours, theirs = digests(source, [4, 0, 2], 10), digests(destination, [1, 3, 0], 10)
-    assert differing(ours, theirs) == (KEYS[3],)
+    key, unit = (KEYS[3], 0) if where == "page" else (SLOTS[1], 2)
+    destination.unit(key, unit)[7] ^= 1
+    assert digest_of(source, SENT, SENT_SLOT) != digest_of(destination, FOUND, FOUND_SLOT)
 
 
-def test_bytes_past_the_last_token_do_not_count(handed_over: tuple[Pools, Pools]) -> None:
-    source, destination = handed_over
-    for key in KEYS:
-        destination.unit(key, 0)[2 * ROW_BYTES :] = 0
-    assert differing(digests(source, [4, 0, 2], 10), digests(destination, [1, 3, 0], 10)) == ()
-    assert differing(digests(source, [4, 0, 2], 11), digests(destination, [1, 3, 0], 11)) == tuple(sorted(KEYS))
-
-
-def test_slots_have_digests_of_their_own(handed_over: tuple[Pools, Pools]) -> None:
-    source, destination = handed_over
-    ours = digest_slot(source.layout.stages[1], SLOT_KINDS, 5)
-    assert set(ours) == set(SLOTS)
-    assert differing(ours, digest_slot(destination.layout.stages[0], SLOT_KINDS, 2)) == ()
-    assert differing(ours, digest_slot(destination.layout.stages[0], SLOT_KINDS, 3)) == tuple(sorted(SLOTS))
-
-
-def test_a_buffer_that_one_side_lacks_differs() -> None:
-    assert differing({KEYS[0]: b"x", KEYS[1]: b"y"}, {KEYS[0]: b"x"}) == (KEYS[1],)
-
-
-def test_more_tokens_than_pages_is_a_bug(handed_over: tuple[Pools, Pools]) -> None:
-    with pytest.raises(AssertionError, match="13 tokens do not fit 3 pages"):
-        digests(handed_over[0], [4, 0, 2], 13)
+def test_what_was_not_sent_does_not_count(handed_over: tuple[Pools, Pools]) -> None:
+    _, destination = handed_over
+    before = digest_of(destination, FOUND, FOUND_SLOT)
+    destination.unit(KEYS[0], 2)[0] ^= 1
+    assert digest_of(destination, FOUND, FOUND_SLOT) == before

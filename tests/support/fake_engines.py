@@ -247,7 +247,7 @@ class FakeDecodeEngine:
         self.forgotten.append(peer_incarnation)
         self._do(lambda: self._free(tuple(self.quarantined.pop(peer_incarnation, []))))
 
-    def start(self, key: RequestKey, first_token: Token, tree: DraftTree) -> None:
+    def start(self, key: RequestKey, first_token: Token, tree: DraftTree, kv_digest: bytes = b"") -> None:
         self.trees.append(tree)
         self._do(lambda: self._start(key))
 

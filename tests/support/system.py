@@ -40,6 +40,8 @@ class SystemSpec:
     real_trees: bool = True
     prefix_cache: bool = True
     preempt_every: int = 0
+    transfer_faults: str = ""
+    kv_digest: bool = False
 
     def engine(self, role: Role, split: tuple[int, ...]) -> EngineConfig:
         """Configuration of one worker's engine."""
@@ -129,7 +131,8 @@ async def limited(jobs: Sequence[Awaitable[Choice]], concurrency: int) -> list[C
 async def running_system(spec: SystemSpec) -> AsyncIterator[System]:
     """Runs everything; ends with the check that nothing was leaked."""
     hub = InProcessHub()
-    worker = WorkerConfig(transfer=TransferConfig(transport=spec.transport), drain_grace_s=5.0)
+    transfer = TransferConfig(transport=spec.transport, faults=spec.transfer_faults, kv_digest=spec.kv_digest)
+    worker = WorkerConfig(transfer=transfer, drain_grace_s=5.0)
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(
             running_prefill(PrefillConfig(spec.engine(Role.PREFILL, spec.prefill_split), worker, hub=hub))

@@ -165,3 +165,26 @@ async def test_logprobs_are_those_of_plain_decoding(system: System, world: TinyW
 async def _with_logprobs(client: AsyncClient) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
     completion = await client.complete(prompt(7), max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
     return [(entry.logprob, entry.top) for entry in completion.choices[0].logprobs]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("decode_split", [(4,), (1, 3)], ids=len)
+async def test_a_byte_that_arrives_changed_is_noticed(world: TinyWorld, decode_split: tuple[int, ...]) -> None:
+    """CASES B21: writes say that they went well, the digest tells otherwise, and the request is tried again."""
+    spec = SystemSpec(
+        world.plain.path,
+        world.eagle,
+        TreeShape(3, 1, 4),
+        (2, 2),
+        decode_split,
+        page_size=PAGE,
+        transfer_faults="flip@1",
+        kv_digest=True,
+    )
+    async with running_system(spec) as system:
+        choice = await system.answer(prompt(30), 8)
+        assert list(choice.token_ids) == world.plain.answer(prompt(30), 8)
+        assert choice.finish.attempts == 2
+        again = await system.answer(prompt(9), 8)
+        assert list(again.token_ids) == world.plain.answer(prompt(9), 8)
+        assert again.finish.attempts == 1

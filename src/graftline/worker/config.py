@@ -40,6 +40,7 @@ class TransferConfig:
         protocol: between hosts.
         rdma_devices: comma-separated; empty: the engine picks.
         intra_node_gpu: between GPUs of one host, copies over NVLink or PCIe, or inside one GPU.
+        kv_digest: send a digest of all that is written, which decodes compare with what they find (host memory only).
         faults: a `kv_transfer.fault_transport.FaultPlan` that chaos runs carry out on writes; empty: none.
     """
 
@@ -51,6 +52,7 @@ class TransferConfig:
     rdma_devices: str = ""
     intra_node_gpu: bool = True
     faults: str = ""
+    kv_digest: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ other, and their outcomes are reported as one.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +20,7 @@ from graftline.engine.state_pool import StatePool
 from graftline.engine.transfer_port import StagePools
 from graftline.errors import GraftlineError, IncompatibleError, InvalidRequestError, PeerUnavailableError
 from graftline.kv_transfer.copy_plan import CopyPlanner
+from graftline.kv_transfer.digest import EMPTY, combined, digest_units
 from graftline.kv_transfer.fault_transport import FaultPlan, FaultTransport
 from graftline.kv_transfer.in_process import InProcessHub
 from graftline.kv_transfer.layout import BufferKey, BufferKind, BufferLayout, StageLayout, WorkerLayout
@@ -54,6 +55,7 @@ class StagePort:
         connect: the transport of this process, once it is known whether pools lie on GPUs.
         order_timeout_s: an order that is not acknowledged so long after it was given has failed, and nothing of it
             is written later: an order outlives no quarantine, even if this process was stopped in between.
+        kv_digest: answers carry a digest of what was written.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class StagePort:
         connect: Callable[[bool], RoutedTransport],
         order_timeout_s: float,
         on_close: Callable[[], None],
+        kv_digest: bool = False,
     ) -> None:
         self._stage = stage
         self._connect = connect
         self._order_timeout_s = order_timeout_s
         self._on_close = on_close
+        self._kv_digest = kv_digest
         self._transport: RoutedTransport | None = None
         self._worker: TransferWorker | None = None
         self._layout: StageLayout | None = None
@@ -83,6 +87,8 @@ class StagePort:
         """
         device = pools.target.data.device
         is_cuda = device.type == "cuda"
+        if is_cuda and self._kv_digest:
+            raise InvalidRequestError("kv_digest", "reads host memory, and the pools are on a GPU")
         if is_cuda:
             torch.cuda.synchronize(device)  # what fills the pools must not overtake what peers write
         transport = self._transport = self._connect(is_cuda)
@@ -158,6 +164,14 @@ class StagePort:
         if self._worker is not None:
             self._worker.cancel(owner, _nobody_waits)
 
+    def digest(self, units: Sequence[tuple[SentPool, Sequence[int]]]) -> bytes:
+        """Of what lies in these pages and slots here."""
+        assert self._layout is not None, "opened before"
+        total = EMPTY
+        for pool, ids in units:
+            total = combined(total, digest_units(self._layout, _KINDS[pool], [(unit, unit) for unit in ids]))
+        return total
+
     def close(self) -> None:
         """Answers what is queued, waits (bounded) for the writes under way, lets go of the transport."""
         if self._worker is not None and not self._worker.close(_JOIN_S):
@@ -172,7 +186,13 @@ class StagePort:
             outcome.seconds,
             error="" if outcome.error is None else str(outcome.error) or type(outcome.error).__name__,
             drained=outcome.drained,
+            digest=self._digest_of(order) if outcome.error is None else b"",
         )
+
+    def _digest_of(self, order: SendOrder) -> bytes:
+        if not self._kv_digest or self._layout is None:
+            return b""
+        return digest_units(self._layout, _KINDS[order.pool], order.units)
 
 
 def _enter(device: torch.device) -> None:
@@ -203,7 +223,8 @@ class PortFactory:
         """The port of a stage."""
         with self._lock:
             self._num_open += 1
-        return StagePort(stage, self._connected, self.config.order_timeout_s, self._on_port_closed)
+        config = self.config
+        return StagePort(stage, self._connected, config.order_timeout_s, self._on_port_closed, config.kv_digest)
 
     def _connected(self, pools_on_gpu: bool) -> RoutedTransport:
         """The process's transport; started by its first stage.
