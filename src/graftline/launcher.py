@@ -67,8 +67,8 @@ class ClusterSpec:
     stage_channel: StageChannel = StageChannel.AUTO
     draft_head: str = AUTO
     speculation: bool = True
-    draft_depth: int = 3
-    draft_branching: int = 1
+    draft_depth: int = 0
+    draft_branching: int = 0
     draft_nodes: int = 0
     initial_tree: InitialTree = InitialTree.REAL
     dtype: str = "bfloat16"

@@ -15,7 +15,14 @@ from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 from graftline.errors import InvalidRequestError, OutOfCapacityError
 from graftline.launcher import ClusterSpec, worker_arguments
 from graftline.worker.config import TransportName
-from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config, threads_per_stage, to_arguments
+from graftline.worker.options import (
+    EngineOptions,
+    InitialTree,
+    resolve_engine_config,
+    threads_per_stage,
+    to_arguments,
+    tree_shape,
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +60,13 @@ def test_the_head_beside_the_model_is_found(options: EngineOptions, world: TinyW
     (model / "draft-head").symlink_to(world.eagle)
     config = resolve_engine_config(replace(options, model=str(model), draft_head="auto"), Role.DECODE)
     assert config.draft_head == str(model / "draft-head")
+
+
+def test_trees_follow_the_kind_of_device(options: EngineOptions) -> None:
+    assert tree_shape(options, "cpu") == TreeShape(3, 1, 4)
+    assert tree_shape(options, "cuda:1") == TreeShape(5, 4, 16)
+    assert tree_shape(replace(options, draft_nodes=3), "cuda:0") == TreeShape(3, 1, 3)
+    assert tree_shape(replace(options, draft_depth=2), "cuda:0") == TreeShape(2, 1, 3)
 
 
 def test_tree_shapes(options: EngineOptions) -> None:

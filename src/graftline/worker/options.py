@@ -45,7 +45,9 @@ class EngineOptions:
         draft_head: directory of the draft head; "mtp": the module that the model's own checkpoint carries; "auto": the
             one beside the model, else its MTP module; "none": no speculation.
         speculation: False turns it off whatever heads there are.
-        draft_nodes: 0: a chain has depth + 1 nodes, a tree 2 * depth * branching (or all there can be).
+        draft_depth, draft_branching: 0: what was measured to pay on the workers' kind of device, see `tree_shape`.
+        draft_nodes: 0: likewise; beside a depth or branching that was given, a chain has depth + 1 nodes, a tree
+            2 * depth * branching (or all there can be).
         devices: "cpu", "auto", "cuda", "cuda:N" or a name for every stage; see `placement.stage_devices`.
         attention_backend: how planned steps attend; every stage settles "auto" for its own machine.
         stages: of the pipeline.
@@ -65,8 +67,8 @@ class EngineOptions:
     model: str = DEFAULT_MODEL
     draft_head: str = AUTO
     speculation: bool = True
-    draft_depth: int = 3
-    draft_branching: int = 1
+    draft_depth: int = 0
+    draft_branching: int = 0
     draft_nodes: int = 0
     initial_tree: InitialTree = InitialTree.REAL
     dtype: str = "bfloat16"
@@ -107,8 +109,8 @@ def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host(
     model = read_model_config(path)
     head_name = find_draft_head(options, path)
     head = head_named(head_name, model) if head_name is not None else None
-    tree = tree_shape(options) if head is not None else NO_SPECULATION
     devices = stage_devices(options.devices, options.stages, host.num_gpus)
+    tree = tree_shape(options, devices[0]) if head is not None else NO_SPECULATION
     config = EngineConfig(
         model=str(path),
         role=role,
@@ -188,9 +190,15 @@ def find_draft_head(options: EngineOptions, model_path: Path) -> str | None:
     return str(path)
 
 
-def tree_shape(options: EngineOptions) -> TreeShape:
-    """The shape of draft trees. Raises InvalidRequestError for impossible ones."""
-    depth, branching = options.draft_depth, options.draft_branching
+def tree_shape(options: EngineOptions, device: str) -> TreeShape:
+    """The shape of draft trees. Raises InvalidRequestError for impossible ones.
+
+    A row of a verify costs a CPU about as much as a token, and a GPU next to nothing (docs/results.md): chains there,
+    trees here. Prefill and decode must agree, so workers on different kinds of device need an explicit shape.
+    """
+    if not (options.draft_depth or options.draft_branching or options.draft_nodes):
+        return _CPU_TREE if device == CPU else _GPU_TREE
+    depth, branching = options.draft_depth or 3, options.draft_branching or 1
     if options.draft_nodes:
         return TreeShape(depth, branching, options.draft_nodes)
     largest = TreeShape(depth, branching, 2).max_candidates + 1
