@@ -17,12 +17,11 @@ from graftline.engine.kv_pool import KvPool
 from graftline.engine.models.config import rope_from_dict
 from graftline.engine.models.rope import rope_tables
 from graftline.errors import InvalidRequestError
-from graftline.kernels.activation import silu_mul
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.draft_growth import DraftGrowth, DraftShape, DraftWeights
-from graftline.kernels.linear import LinearWeight, linear, pack_linear
+from graftline.kernels.linear import LinearWeight, linear, linear_gate_up, pack_linear
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.qkv_placing import place_qkv
 from graftline.kernels.rope import rope_
@@ -209,7 +208,7 @@ class DraftLayer:
         hidden, residual = add_rms_norm(
             linear(attended.flatten(1), self._o), residual, self._post_norm, self.config.rms_norm_eps
         )
-        return residual + linear(silu_mul(linear(hidden, self._gate_up)), self._down)
+        return residual + linear(linear_gate_up(hidden, self._gate_up), self._down)
 
     def _growth(self) -> DraftGrowth | None:
         """Whole growths in one call, where everything lies in the form for it."""

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Steps that nobody planned: no wait for a real one ends at their marks.
 _NO_STEP = -1
 # Rows of a segment around which kernels choose other tiles.
-_FEW_ROWS = (1, 8, 32)
+_FEW_ROWS = (1, 8, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from graftline.kernels.activation import silu_mul
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
 from graftline.kernels.checks import check_rows
 from graftline.kernels.kv_write import check_pages
-from graftline.kernels.linear import LinearWeight, linear
+from graftline.kernels.linear import LinearWeight, linear, linear_gate_up
 from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.native_structs import NativeLayer, NativeLayers, NativePages, native_batch, native_pages
 from graftline.kernels.norm import add_rms_norm, rms_norm
@@ -239,7 +238,7 @@ class DenseLayers:
         )
         attended = linear(self._attention(q, k_pages, v_pages, batch, shape.scale).flatten(1), weights.output)
         normed, hidden = add_rms_norm(attended, hidden, weights.post_norm, shape.eps)
-        return hidden, linear(silu_mul(linear(normed, weights.gate_up)), weights.down)
+        return hidden, linear(linear_gate_up(normed, weights.gate_up), weights.down)
 
     @property
     def _scratch_floats_a_row(self) -> int:

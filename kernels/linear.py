@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
+from graftline.kernels.activation import silu_mul
 from graftline.kernels.checks import check_rows
 from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.native_structs import NativeWeight, native_type, native_weight
+from graftline.kernels.skinny_linear import MAX_ROWS, skinny_gate_up, skinny_linear
 from graftline.kernels.weight_arena import WeightArena
 
 PANEL = 16  # output features a panel
@@ -113,6 +115,8 @@ def linear(x: Tensor, w: LinearWeight) -> Tensor:
     if x.dim() != 2 or x.shape[1] != w.in_features:
         raise ValueError(f"x: shape {tuple(x.shape)} for a weight with {w.in_features} inputs")
     if x.is_cuda:
+        if streams(x, w, is_gated=False):
+            return skinny_linear(x, w.data, w.bias)
         return torch_linear(x, w.data, w.bias)
     check_rows("x", x)
     library = native_library()
@@ -122,6 +126,35 @@ def linear(x: Tensor, w: LinearWeight) -> Tensor:
     threads = num_threads(w.data.numel() // 32768)
     library.gl_linear(byref(w.native), x.data_ptr(), x.stride(0), out.data_ptr(), w.out_features, x.shape[0], threads)
     return out
+
+
+def linear_gate_up(x: Tensor, w: LinearWeight) -> Tensor:
+    """`silu_mul(linear(x, w))`, in one launch on CUDA where that is faster; it rounds once instead of twice there.
+
+    Args:
+        x: see `linear`.
+        w: [2 * inter, in]: gate, then up.
+
+    Returns:
+        [rows, inter], type of x.
+
+    Raises:
+        ValueError: x does not fit the weight, or the weight has an odd number of outputs.
+    """
+    if x.is_cuda and x.dim() == 2 and x.shape[1] == w.in_features and streams(x, w, is_gated=True):
+        return skinny_gate_up(x, w.data)
+    return silu_mul(linear(x, w))
+
+
+def streams(x: Tensor, w: LinearWeight, *, is_gated: bool) -> bool:
+    """Whether the kernel for few rows multiplies these on CUDA."""
+    if x.dtype != torch.bfloat16 or x.shape[0] > MAX_ROWS or not x.is_contiguous() or w.dtype != x.dtype:
+        return False
+    if is_gated and (w.bias is not None or w.out_features % 2):
+        return False
+    from graftline.kernels.skinny_linear_triton import is_ahead
+
+    return is_ahead(x.shape[0], w.in_features, w.out_features // (1 + is_gated), is_gated)
 
 
 def unpack_rows(w: LinearWeight, row_ids: Tensor) -> Tensor:

@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
 from graftline.kernels.tree_batch import TreeBatch
 
 _MAX_SPLITS = 64
 _LONG_SPLIT = 4096  # slots: a sequence longer than this is worth a second program on a busy device
+_COMBINED_ELEMENTS = 8192  # that the registers of a program hold
+_BUSY_PROGRAMS = 1024
 _LOG2_E = 1.4426950408889634
 # They differ from level to level and round to round; one compiled kernel must serve them all.
 _SHAPES = ("rows_each", "num_tail", "max_pages", "num_splits", "min_span", "pairs_each")
@@ -52,8 +55,10 @@ def _tree_attention_kernel(
     q_stride, page_stride, rows_each, num_tail, max_pages, num_splits, min_span, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(OVERLAP)
+    wait_for_earlier(OVERLAP)
     tiles = tl.cdiv(rows_each * GROUP, BLOCK_M)
     kv_head = tl.program_id(0) // tiles
     split = tl.program_id(1)
@@ -133,27 +138,35 @@ def _tree_attention_kernel(
             tl.store(at_out, result.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit(do_not_specialize=_SHAPES)
+@triton.jit(do_not_specialize=(*_SHAPES, "num_places"))
 def _combine_tree_kernel(
-    partial_ptr, state_ptr, out_ptr, starts_ptr, pairs_each, num_tail, num_splits, min_span,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial_ptr, state_ptr, out_ptr, starts_ptr, num_places, pairs_each, num_tail, num_splits, min_span,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64)  # row * heads + head
-    start = tl.load(starts_ptr + place // pairs_each)
+    let_next_start(OVERLAP)
+    wait_for_earlier(OVERLAP)
+    place = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)  # row * heads + head
+    real = place < num_places
+    start = tl.load(starts_ptr + place // pairs_each, mask=real, other=0)
     used = tl.cdiv(start + num_tail, _span(start, num_tail, num_splits, min_span, BLOCK_N))
     splits = tl.arange(0, BLOCK_SPLITS)
     d = tl.arange(0, BLOCK_D)
-    inside = splits < used
-    state = state_ptr + (place * num_splits + splits) * 2
-    largest = tl.load(state, mask=inside, other=float("-inf"))
-    total = tl.load(state + 1, mask=inside, other=0.0)
-    most = tl.max(largest)
-    factor = tl.exp2(largest - tl.where(most == float("-inf"), 0.0, most))
-    mask = inside[:, None] & (d[None, :] < HEAD_DIM)
-    parts = tl.load(partial_ptr + (place * num_splits + splits[:, None]) * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-    sum_all = tl.sum(total * factor)
-    result = tl.sum(parts * factor[:, None], 0) / tl.where(sum_all == 0.0, 1.0, sum_all)
-    tl.store(out_ptr + place * HEAD_DIM + d, result.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    inside = real[:, None] & (splits[None, :] < used[:, None])
+    part = place[:, None] * num_splits + splits[None, :]
+    largest = tl.load(state_ptr + part * 2, mask=inside, other=float("-inf"))
+    total = tl.load(state_ptr + part * 2 + 1, mask=inside, other=0.0)
+    most = tl.max(largest, 1)
+    factor = tl.exp2(largest - tl.where(most == float("-inf"), 0.0, most)[:, None])
+    in_head = d < HEAD_DIM
+    parts = tl.load(
+        partial_ptr + part[:, :, None] * HEAD_DIM + d[None, None, :], mask=inside[:, :, None] & in_head[None, None, :],
+        other=0.0,
+    )  # fmt: skip
+    sums = tl.sum(total * factor, 1)
+    result = tl.sum(parts * factor[:, :, None], 1) / tl.where(sums == 0.0, 1.0, sums)[:, None]
+    at_out = out_ptr + place[:, None] * HEAD_DIM + d[None, :]
+    tl.store(at_out, result.to(out_ptr.dtype.element_ty), mask=real[:, None] & in_head[None, :])
 
 
 class Tiling(NamedTuple):
@@ -191,10 +204,10 @@ def choose_tiling(
     block_m = min(largest_m, max(16, triton.next_power_of_2(pairs)))
     block_n = 16 if is_wide else 64 if block_d <= 128 else 32
     programs = sequences * kv_heads * triton.cdiv(pairs, block_m)
-    wanted = max(triton.cdiv(4 * processors, programs), min(8, max_slots // _LONG_SPLIT))
+    at_once = processors * (2 if block_d >= 128 else 4)  # their shared memory lets no more run
+    wanted = at_once // programs if programs <= at_once else 2 if pairs <= 8 else 1
+    wanted = max(wanted, min(8, max_slots // _LONG_SPLIT))
     min_span = 64 if 4 * programs <= processors else 256 if programs <= processors else 512
-    if programs > 4 * processors:
-        min_span = 2048
     min_span = max(min_span, 2 * pairs)
     num_splits = max(1, min(_MAX_SPLITS, wanted, max_slots // min_span))
     return Tiling(block_m, block_n, num_splits, min_span, 8 if is_wide or block_m == 128 else 4, 2 if is_wide else 3)
@@ -221,6 +234,7 @@ def tree_attention(
     if is_split:
         partial = torch.empty((rows, heads, tiling.num_splits, head_dim), dtype=torch.float32, device=q.device)
         state = torch.empty((rows, heads, tiling.num_splits, 2), dtype=torch.float32, device=q.device)
+    overlap = launch_options(q)
     block_d = max(16, triton.next_power_of_2(head_dim))
     grid = (kv_heads * triton.cdiv(pairs, tiling.block_m), tiling.num_splits, batch.num_segments)
     _tree_attention_kernel[grid](
@@ -230,13 +244,23 @@ def tree_attention(
         GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=batch.page_size,
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=block_d, SPLIT=is_split,
         WIDEN=q.dtype == torch.float32 or q.device.type == "cpu", STAGES=tiling.num_stages,
-        num_warps=tiling.num_warps,
+        num_warps=tiling.num_warps, **overlap,
     )  # fmt: skip
     if is_split:
-        _combine_tree_kernel[(rows * heads,)](
-            partial, state, out, batch.starts, batch.rows_each * heads, batch.num_tail, tiling.num_splits,
-            tiling.min_span, HEAD_DIM=head_dim, BLOCK_N=tiling.block_n,
-            BLOCK_SPLITS=triton.next_power_of_2(tiling.num_splits), BLOCK_D=block_d,
-            num_warps=4 if tiling.num_splits > 8 else 1,
+        places = rows * heads
+        block_splits = triton.next_power_of_2(tiling.num_splits)
+        block_p = _places_a_program(places, block_splits * block_d)
+        _combine_tree_kernel[(triton.cdiv(places, block_p),)](
+            partial, state, out, batch.starts, places, batch.rows_each * heads, batch.num_tail, tiling.num_splits,
+            tiling.min_span, HEAD_DIM=head_dim, BLOCK_N=tiling.block_n, BLOCK_P=block_p, BLOCK_SPLITS=block_splits,
+            BLOCK_D=block_d, num_warps=min(4, max(1, block_p * block_splits * block_d // 1024)), **overlap,
         )  # fmt: skip
     return out
+
+
+def _places_a_program(places: int, elements: int) -> int:
+    """Rows' heads that a program combines, of so many elements each: few while that keeps the device busy."""
+    block = 1
+    while block * elements < _COMBINED_ELEMENTS and places // block > _BUSY_PROGRAMS:
+        block *= 2
+    return block

@@ -5,9 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
+
 
 @triton.jit
-def _tree_rows_kernel(parents_ptr, num_nodes_ptr, depths_ptr, visible_ptr, nodes, BLOCK: tl.constexpr):
+def _tree_rows_kernel(
+    parents_ptr, num_nodes_ptr, depths_ptr, visible_ptr, nodes, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    let_next_start(OVERLAP)
+    wait_for_earlier(OVERLAP)
     tree = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(num_nodes_ptr + tree), nodes).to(tl.int32)
     node = tl.arange(0, BLOCK)
@@ -29,8 +35,11 @@ def _tree_rows_kernel(parents_ptr, num_nodes_ptr, depths_ptr, visible_ptr, nodes
 
 @triton.jit
 def _walk_trees_kernel(
-    tokens_ptr, parents_ptr, num_nodes_ptr, sampled_ptr, path_ptr, num_accepted_ptr, nodes, depth, BLOCK: tl.constexpr
-):
+    tokens_ptr, parents_ptr, num_nodes_ptr, sampled_ptr, path_ptr, num_accepted_ptr, nodes, depth, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_next_start(OVERLAP)
+    wait_for_earlier(OVERLAP)
     tree = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(num_nodes_ptr + tree), nodes).to(tl.int32)
     node = tl.arange(0, BLOCK)
@@ -58,7 +67,14 @@ def tree_rows(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
     visible = torch.empty((trees, nodes), dtype=torch.int64, device=parents.device)
     if trees:
         _tree_rows_kernel[(trees,)](
-            parents, num_nodes, depths, visible, nodes, BLOCK=triton.next_power_of_2(nodes), num_warps=1
+            parents,
+            num_nodes,
+            depths,
+            visible,
+            nodes,
+            BLOCK=triton.next_power_of_2(nodes),
+            num_warps=1,
+            **launch_options(parents),
         )
     return depths, visible
 
@@ -73,6 +89,6 @@ def walk_trees(
     if trees:
         _walk_trees_kernel[(trees,)](
             tokens, parents, num_nodes, sampled, accepted, counts, nodes, depth,
-            BLOCK=triton.next_power_of_2(nodes), num_warps=1,
+            BLOCK=triton.next_power_of_2(nodes), num_warps=1, **launch_options(parents),
         )  # fmt: skip
     return accepted, counts

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graftline.kernels.activation import silu_mul
 from graftline.kernels.gating import route, sigmoid_mul
-from graftline.kernels.linear import LinearWeight, linear
+from graftline.kernels.linear import LinearWeight, linear, linear_gate_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class GatedBlock:
 
     def run(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, hidden]."""
-        return linear(silu_mul(linear(x, self.gate_up)), self.down)
+        return linear(linear_gate_up(x, self.gate_up), self.down)
 
 
 @dataclass(frozen=True, slots=True)

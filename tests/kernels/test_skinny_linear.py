@@ -16,7 +16,7 @@ from graftline.kernels.skinny_linear import (
 pytest.importorskip("triton")
 
 from graftline.kernels import skinny_linear_triton
-from graftline.kernels.skinny_linear_triton import Streaming, choose_streaming
+from graftline.kernels.skinny_linear_triton import Streaming, choose_streaming, is_ahead
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = [torch.float32, torch.bfloat16]
@@ -80,6 +80,31 @@ def test_choices_fit_the_device(rows: int, outputs: int) -> None:
             assert stage * streaming.num_stages <= 200 * 1024, "shared memory"
             assert streaming.num_splits == 1 or not is_gated
             assert inputs // streaming.num_splits >= min(inputs, 512)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "is_gated", "streaming"),
+    [
+        (1, 4096, 6144, False, Streaming(64, 128, 4, 6, 1)),
+        (16, 4096, 4096, False, Streaming(32, 128, 4, 8, 1)),
+        (4, 14336, 4096, False, Streaming(32, 128, 4, 8, 1)),
+        (4, 4096, 14336, True, Streaming(64, 128, 4, 6, 1)),
+        (64, 4096, 14336, True, Streaming(64, 64, 4, 6, 1)),
+        (64, 4096, 128256, False, Streaming(128, 64, 8, 5, 1)),
+        (64, 14336, 4096, False, Streaming(64, 128, 4, 4, 2)),
+        (64, 4096, 4096, False, None),
+        (1, 576, 49152, False, None),
+        (1, 576, 960, False, Streaming(16, 64, 4, 8, 1)),
+        (16, 576, 1536, True, Streaming(32, 128, 4, 8, 1)),
+        (65, 4096, 4096, False, None),
+    ],
+)
+def test_choices_are_the_fastest_measured(
+    rows: int, inputs: int, outputs: int, is_gated: bool, streaming: Streaming | None
+) -> None:
+    assert is_ahead(rows, inputs, outputs, is_gated) == (streaming is not None)
+    if streaming is not None:
+        assert choose_streaming(rows, inputs, outputs, is_gated, 132) == streaming
 
 
 def test_misfits_are_named() -> None:

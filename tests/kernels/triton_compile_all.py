@@ -70,6 +70,8 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {
             "SPLIT": split,
             "WIDEN": False,
             "STAGES": 4,
+            "SPANS": 128 // block_n,
+            "AHEAD": 0 if split else 1024,
         }
         for block_m, block_n, even, gated, bias, split in (
             (16, 32, True, False, True, False),
@@ -80,7 +82,10 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {
     "_add_parts_kernel": [{"HAS_BIAS": True, "BLOCK": 1024}],
     "_survey_kernel": [{"NORM": norm, "BLOCK": 4096} for norm in (False, True)],
     "_spread_kernel": [{"BLOCK": 4096, "STEP": 256, "LEVELS": 32, "BLOCK_PARTS": 64}],
-    "_combine_tree_kernel": [{"HEAD_DIM": 128, "BLOCK_N": 64, "BLOCK_SPLITS": 64, "BLOCK_D": 128}],
+    "_combine_tree_kernel": [
+        {"HEAD_DIM": 128, "BLOCK_N": 64, "BLOCK_P": block_p, "BLOCK_SPLITS": 64 // block_p, "BLOCK_D": 128}
+        for block_p in (1, 32)
+    ],
 }
 _DEFAULT_BLOCKS = {
     "LEVELS": 32,
@@ -127,7 +132,7 @@ def variants_of(kernel: JITFunction) -> list[dict[str, object]]:
         return tree_attention_variants()
     if kernel.__name__ in _VARIANTS:
         return _VARIANTS[kernel.__name__]
-    return [{name: _DEFAULT_BLOCKS[name] for name in kernel.arg_names if name.isupper()}]
+    return [{name: _DEFAULT_BLOCKS[name] for name in kernel.arg_names if name in _DEFAULT_BLOCKS}]
 
 
 def type_of(kernel: JITFunction, name: str, activations: str) -> str:
@@ -138,11 +143,13 @@ def type_of(kernel: JITFunction, name: str, activations: str) -> str:
 
 def compile_kernel(kernel: JITFunction, constants: dict[str, object], activations: str) -> int:
     """Bytes of the cubin."""
+    overlaps = {"OVERLAP": True} if "OVERLAP" in kernel.arg_names else {}
+    constants = constants | overlaps
     signature = {
         name: "constexpr" if name in constants else type_of(kernel, name, activations) for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return len(triton.compile(source, target=_TARGET).asm["cubin"])
+    return len(triton.compile(source, target=_TARGET, options={"launch_pdl": bool(overlaps)}).asm["cubin"])
 
 
 def main() -> None:
