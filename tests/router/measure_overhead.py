@@ -1,7 +1,8 @@
 """What the router adds to a request: time to first token and to the end, over a direct call of the same decode.
 
 Worker, router and caller are processes of their own on loopback; the decode is a stand-in that answers at once, so
-that the difference is the router's alone. Direct and routed calls alternate. Run:
+that the difference is the router's alone. Direct and routed calls alternate. `router_cpu_us` is the processor time that
+the router spends on one request: unlike latencies it hardly depends on what else the machine does. Run:
 
     python tests/router/measure_overhead.py [--requests 2000] [--concurrency 1] [--prompt-chars 200] [--tokens 4]
 """
@@ -19,8 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
+import uvloop
 from router_fakes import decode, prefill, started
 
+from graftline.bench.processes import cpu_times_s
 from graftline.proto.channel import open_channel
 from graftline.proto.v1.common_pb2 import SamplingParams, StoppingParams
 from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest
@@ -51,10 +54,13 @@ def run_router(pipe: Connection, addresses: list[str]) -> None:
             pipe.send(router.address)
             await asyncio.to_thread(pipe.recv)
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `graftline router`
+        runner.run(main())
 
 
-async def measure(arguments: argparse.Namespace, decode_address: str, router_address: str) -> dict[str, object]:
+async def measure(
+    arguments: argparse.Namespace, decode_address: str, router_address: str, router_pid: int
+) -> dict[str, object]:
     prompt = ("the quick brown fox jumps over the lazy dog. " * 1000)[: arguments.prompt_chars]
     direct_request = DecodeServiceGenerateRequest(
         request_id="direct",
@@ -83,21 +89,25 @@ async def measure(arguments: argparse.Namespace, decode_address: str, router_add
             return await call(routed.Generate, routed_request)
 
         samples: dict[str, list[Sample]] = {"direct": [], "routed": []}
-        await rounds(arguments, {"direct": one_direct, "routed": one_routed}, samples)
-    return summary(samples)
+        calls = {"direct": one_direct, "routed": one_routed}
+        await rounds(arguments, calls, samples, warm_up=max(1, 100 // arguments.concurrency))
+        samples = {"direct": [], "routed": []}
+        cpu_before_s = cpu_times_s([router_pid])[router_pid]
+        await rounds(arguments, calls, samples, warm_up=0)
+        cpu_s = cpu_times_s([router_pid])[router_pid] - cpu_before_s
+    return {**summary(samples), "router_cpu_us": round(cpu_s * 1e6 / len(samples["routed"]), 1)}
 
 
 async def rounds(
     arguments: argparse.Namespace,
     calls: dict[str, Callable[[], Awaitable[Sample]]],
     samples: dict[str, list[Sample]],
+    warm_up: int,
 ) -> None:
-    warm_up = max(1, 100 // arguments.concurrency)
-    for number in range(warm_up + arguments.requests // arguments.concurrency):
+    for _ in range(warm_up or arguments.requests // arguments.concurrency):
         for name, call in calls.items():
             taken = await asyncio.gather(*(call() for _ in range(arguments.concurrency)))
-            if number >= warm_up:
-                samples[name] += taken
+            samples[name] += taken
 
 
 def summary(samples: dict[str, list[Sample]]) -> dict[str, object]:
@@ -129,7 +139,8 @@ def main() -> None:
     addresses = worker_pipe.recv()
     router = spawn.Process(target=run_router, args=(router_end, addresses), daemon=True)
     router.start()
-    figures = asyncio.run(measure(arguments, addresses[1], router_pipe.recv()))
+    assert router.pid is not None
+    figures = asyncio.run(measure(arguments, addresses[1], router_pipe.recv(), router.pid))
     for pipe, process in ((router_pipe, router), (worker_pipe, workers)):
         pipe.send("stop")
         process.join(10)
