@@ -27,6 +27,8 @@ MEASURED = "measured"
 WEIGHTS = "weights"
 _MIB = 1 << 20
 _CPU_POOLS_MIB = 512
+_CPU_TREE = TreeShape(3, 1, 4)
+_GPU_TREE = TreeShape(5, 4, 16)
 
 
 class InitialTree(Enum):
