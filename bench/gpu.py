@@ -122,7 +122,7 @@ def _transformers(steps: Steps, place: Place) -> None:
 
 def _drafter(steps: Steps, place: Place) -> None:
     from graftline.bench.gpu_configs import Setting
-    from graftline.bench.gpu_drafter import measure_drafter
+    from graftline.bench.gpu_drafter import measure_drafter, with_measured_lengths
     from graftline.engine.model_fetch import draft_head_path, resolve_model
 
     model = resolve_model(place.model)
@@ -131,6 +131,9 @@ def _drafter(steps: Steps, place: Place) -> None:
     command = ("draft-head", "eval", "--model", place.model, "--device", place.kind, "--limit", "4")
     options = ("--max-new-tokens", "128", "--temperatures", "0", "--json", str(part))
     _command(steps, "accept length by draft-head eval", (*command, *options), part, 60.0)
+    lengths = read_json(part)
+    if lengths is not None:
+        steps.step("with these accept lengths", lambda: with_measured_lengths(steps.found, lengths))
 
 
 def _training(steps: Steps, place: Place) -> None:

@@ -111,6 +111,30 @@ def measure_drafter(
         )
 
 
+def with_measured_lengths(found: Mapping[str, Any], by_temperature: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Tokens a second of every shape that was timed, with accept lengths measured in the same run.
+
+    Args:
+        found: what `measure_drafter` noted.
+        by_temperature: what `draft-head eval --json` writes; the first table counts, its mean over kinds.
+    """
+    kinds = by_temperature[0]["kinds"].values()
+    speeds: dict[str, Any] = {
+        "prompts": sorted(by_temperature[0]["kinds"]),
+        "temperature": by_temperature[0]["temperature"],
+    }
+    for shape in TREES:
+        name = shape_name(shape)
+        label = f"S{shape.depth}" if shape.branching == 1 else name
+        timed = found.get(name)
+        if not timed or "round_ms" not in timed or any(label not in kind["accept_length"] for kind in kinds):
+            continue
+        length = sum(kind["accept_length"][label] for kind in kinds) / len(kinds)
+        over_plain = length * timed["plain_round_ms"] / timed["round_ms"]
+        speeds[name] = {"accept_length": length, "tokens/s": 1e3 * length / timed["round_ms"], "over plain": over_plain}
+    return speeds
+
+
 def growth_and_verify_s(config: EngineConfig, context: int, rounds: int) -> tuple[float, float]:
     """Seconds of a growth and of a verify for one request with `context` committed tokens."""
     device, dtype = torch.device(config.devices[0]), DTYPES[config.dtype]

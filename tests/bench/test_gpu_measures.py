@@ -11,7 +11,7 @@ from tiny_world import TinyWorld, prompt
 
 from graftline.bench import gpu_attention, gpu_parity, gpu_speculation
 from graftline.bench.gpu_configs import CHAIN, Setting, shape_name
-from graftline.bench.gpu_drafter import measure_drafter
+from graftline.bench.gpu_drafter import measure_drafter, with_measured_lengths
 from graftline.bench.gpu_models import LLAMA_8B, write_dummy_model, write_successor_pair
 from graftline.bench.gpu_pair import PoolMemory, engine_pair
 from graftline.bench.gpu_parity import CASES, SHIPPED_IDS, Case, ids_file, measure_parity, shipped_ids
@@ -234,6 +234,11 @@ def test_the_drafter_is_measured_by_shape(world: TinyWorld, steps: Steps) -> Non
     assert chain["over plain"] == pytest.approx(2 * chain["plain_round_ms"] / chain["round_ms"])
     assert min(chain["growth_ms"], chain["verify_ms"], tree["growth_ms"]) > 0
     assert "tokens/s" not in tree
+    lengths = {kind: {"accept_length": {"S3": s3, "S4 K2 V8": 4.0}} for kind, s3 in (("chat", 2.0), ("code", 3.0))}
+    speeds = with_measured_lengths(steps.found, [{"temperature": 0.0, "kinds": lengths}])
+    assert set(speeds) == {"prompts", "temperature", shape_name(CHAIN), "S4 K2 V8"}
+    assert speeds[shape_name(CHAIN)]["accept_length"] == 2.5
+    assert speeds["S4 K2 V8"]["tokens/s"] == pytest.approx(4000 / tree["round_ms"])
 
 
 def test_attention_is_compared_case_by_case(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
