@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from graftline.bench.gpu_configs import CHAIN, Setting
+from graftline.bench.gpu_configs import Setting, shape_name
 from graftline.bench.gpu_steps import Steps
 from graftline.bench.gpu_workers import PairAnswer, StageUse, WorkerPair, worker_pair
 from graftline.bench.multi_gpu_configs import decode_over, prefill_over
@@ -59,7 +59,7 @@ class Load:
 
 
 def measure_speculation(
-    steps: Steps, name: str, model: Path, head: Path | None, devices: Sequence[str], load: Load
+    steps: Steps, name: str, model: Path, head: Path | None, devices: Sequence[str], load: Load, shape: TreeShape
 ) -> None:
     """Notes every pair of engines by concurrency and kind of start, then ratios and the stages' use."""
     is_cpu = devices[0] == "cpu"
@@ -75,10 +75,10 @@ def measure_speculation(
         threads=load.threads,
     )
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for stages, tree in ((2, CHAIN), (2, None), (1, None)):
+    for stages, tree in ((2, shape), (2, None), (1, None)):
         if tree is not None and head is None:
             continue
-        where = f"{name}, {stages} stages {'plain' if tree is None else 'EAGLE'}"
+        where = f"{name}, {stages} stages {'plain' if tree is None else f'EAGLE {shape_name(tree)}'}"
         run = partial(_measure_pair, steps, where, setting, tree, devices[-stages:], load, found)
         steps.step(where, run, needs_s=15.0)
     steps.note(f"{name}, ratios", dict(_ratios(found, load.concurrencies)))

@@ -61,8 +61,9 @@ class KvPool:
         self.layers = tuple(layers)
         # Zeros, not empty: garbage read through a bug must at least be the same garbage in every run.
         shape = (geometry.num_layers, 2, geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
-        self._memory = PoolMemory((num_pages + scratch_pages, *shape), geometry.dtype, torch.device(device))
-        self.data = self._memory.data
+        memory = PoolMemory((num_pages + scratch_pages, *shape), geometry.dtype, torch.device(device))
+        self.data = memory.data
+        self._memory = memory
 
     @property
     def num_bytes(self) -> int:

@@ -212,7 +212,9 @@ class Pipeline:
         for reader in self._readers:
             reader.join(max(0.1, deadline - time.monotonic()))
         if self._runs_processes:
-            leave_job(max(1.0, deadline - time.monotonic()), abort=self._failed)
+            # NCCL's orderly end waits for the other ends, which are gone by now.
+            is_cuda = self._config.device_type == "cuda"
+            leave_job(max(1.0, deadline - time.monotonic()), abort=self._failed or is_cuda)
 
     def _say_stop(self) -> None:
         try:

@@ -20,14 +20,14 @@ class PoolMemory:
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._segment: torch.cuda.MemPool | None = None
         if device.type != "cuda":
             self.data = torch.zeros(*shape, dtype=dtype, device=device)
             return
         with torch.cuda.device(device):
-            self._segment = torch.cuda.MemPool()
-            with torch.cuda.use_mem_pool(self._segment):
+            segment = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(segment):
                 self.data = torch.zeros(*shape, dtype=dtype, device=device)
+        self._segment = segment  # behind the tensor, so that it is let go of after it
 
 
 def shares_gpu_memory() -> bool:

@@ -90,7 +90,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
         os._exit(1)
     if downstream is not None:
         downstream.close(_LEAVE_S)
-    leave_job(_LEAVE_S)
+    leave_job(_LEAVE_S, abort=device.type == "cuda")
     return 0
 
 

@@ -76,8 +76,9 @@ class StatePool:
     def __init__(self, geometry: StateGeometry, num_slots: int, device: torch.device | str = "cpu") -> None:
         self.geometry = geometry
         self.num_slots = num_slots
-        self._memory = PoolMemory((num_slots + 1, geometry.slot_bytes), torch.uint8, torch.device(device))
-        self.data = self._memory.data
+        memory = PoolMemory((num_slots + 1, geometry.slot_bytes), torch.uint8, torch.device(device))
+        self.data = memory.data
+        self._memory = memory
         self._windows = {layer: geometry.windows(self.data, layer) for layer in geometry.layers}
         self._states = {layer: geometry.states(self.data, layer) for layer in geometry.layers}
 
