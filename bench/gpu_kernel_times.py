@@ -54,7 +54,7 @@ def list_timings() -> list[Item]:
                 name = f"attention {heads}/{kv_heads}x{dim} batch {batch} context {context} rows {rows}"
                 items.append(Item(name, partial(_attention, (heads, kv_heads, dim), batch, context, rows)))
     for model, shapes in _SHAPES.items():
-        for rows in (1, 4, 16, 64):
+        for rows in (1, 4, 16, 32, 64):
             for inputs, outputs in shapes:
                 name = f"linear {model} rows {rows} {inputs}->{outputs}"
                 items.append(Item(name, partial(_linear, rows, inputs, outputs)))
@@ -97,8 +97,9 @@ def _attention(shape: tuple[int, int, int], batch: int, context: int, rows: int,
     others = {
         "double splits": chosen._replace(num_splits=min(128, 2 * chosen.num_splits), min_span=chosen.min_span // 2),
         "half splits": chosen._replace(num_splits=max(1, chosen.num_splits // 2)),
-        "2 stages": chosen._replace(num_stages=2),
         "4 stages": chosen._replace(num_stages=4),
+        "spans of 128": chosen._replace(min_span=128),
+        "8 warps": chosen._replace(num_warps=8),
         "blocks of 32": chosen._replace(block_n=32, num_stages=4),
     }
     if dim < 128:

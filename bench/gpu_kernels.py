@@ -19,6 +19,17 @@ from typing import Any
 from graftline.bench.gpu_kernel_items import Item
 
 _PRINTED_ERROR = 400
+_QUICK_S = 35.0
+_CHECKS_SHARE = 0.25  # of the time, for the first checks; the others get as much at least
+# Parts of names: what rounds of an 8B model use.
+_FIRST_CHECKS = (
+    "tree attention bf16 32/8x128 page 16", "4096->4096", "place_qkv bf16 dim 128", "norms bf16 4096", "sample 151936",
+    "7x151936", "tree_rows", "select_children", "captured round",
+)  # fmt: skip
+_FIRST_TIMES = (
+    "copy", "layers 8B", "choices rows 16 of 128256", "choices rows 64 of 128256", "choices rows 1 of 128256",
+    "attention 32/8x128 batch 1 context 1024", "attention 32/8x128 batch 16", "attention 32/8x128 batch 4",
+)  # fmt: skip
 
 
 def items_of(phase: str) -> list[Item]:
@@ -27,9 +38,10 @@ def items_of(phase: str) -> list[Item]:
         from graftline.bench.gpu_kernel_checks import list_checks
 
         return list_checks()
+    from graftline.bench.gpu_kernel_layers import list_layers
     from graftline.bench.gpu_kernel_times import list_timings
 
-    return list_timings()
+    return list_timings() + list_layers()
 
 
 # --- in a child -------------------------------------------------------------------------------------------------------
@@ -172,7 +184,10 @@ def describe(phase: str, name: str, answer: dict[str, Any]) -> str:
         extra = {key: value for key, value in answer.items() if key.startswith("top_p_rows")}
         return f"{answer['status']} {name}: {figures}{' ' + json.dumps(extra) if extra else ''}"
     if "microseconds" in answer:
-        return f"TIME {name}: " + ", ".join(f"{key} {value:.1f} us" for key, value in answer["microseconds"].items())
+        figures = ", ".join(f"{key} {value:.1f} us" for key, value in answer["microseconds"].items())
+        differing = f"; {answer['error']:.0f} elements DIFFER" if answer.get("error") else ""
+        read = f"; {answer['bytes'] / 1e6:.1f} MB" if "bytes" in answer else ""
+        return f"TIME {name}: {figures}{read}{differing}"
     if "torch_seconds" in answer:
         return f"TIME {name}: " + ", ".join(
             f"{label} {_speed(answer, answer[key])}"
@@ -195,7 +210,8 @@ def main() -> None:
     """Measures and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--seconds", type=float, help=f"at most; 90, or {_QUICK_S:.0f} with --quick")
+    parser.add_argument("--quick", action="store_true", help="only what rounds of an 8B model use")
     parser.add_argument("--children", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)))
     parser.add_argument("--only", default="", help="items whose name holds this")
     parser.add_argument("--child", choices=("checks", "times"), help=argparse.SUPPRESS)
@@ -206,34 +222,52 @@ def main() -> None:
         return
     if arguments.out is None:
         parser.error("--out is needed")
-    deadline = time.monotonic() + arguments.seconds
-    found = measure(arguments.only, arguments.children, deadline)
+    seconds = arguments.seconds or (_QUICK_S if arguments.quick else 90.0)
+    found = measure(arguments.only, arguments.children, time.monotonic() + seconds, arguments.quick)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(only: str, num_children: int, deadline: float) -> dict[str, Any]:
-    """All phases; the checks may take half of the time, compilation for the timings three quarters of it."""
+def measure(only: str, num_children: int, deadline: float, is_quick: bool = False) -> dict[str, Any]:
+    """All phases: the first checks, compilation for the timings and the timings, then the other checks.
+
+    Args:
+        only: items whose name holds this.
+        is_quick: no other checks, and the first timings alone.
+    """
     started = time.monotonic()
-    chosen = {
-        phase: [index for index, item in enumerate(items_of(phase)) if only in item.name]
-        for phase in ("checks", "times")
-    }
-    half = started + (deadline - started) / 2
-    checks = run_phase("checks", False, num_children, half, chosen["checks"])
+    budget = deadline - started
+    names = {phase: [item.name for item in items_of(phase)] for phase in ("checks", "times")}
+    first, others = _split(names["checks"], only, _FIRST_CHECKS)
+    timed, later = _split(names["times"], only, _FIRST_TIMES)
+    checks = run_phase("checks", False, num_children, started + _CHECKS_SHARE * budget, first)
     checked = time.monotonic()
-    run_phase("times", True, num_children, checked + (deadline - checked) / 2, chosen["times"])
+    indexes = timed if is_quick else timed + later
+    run_phase("times", True, num_children, checked + (deadline - checked) / 2, indexes)
     warm = time.monotonic()
-    times = run_phase("times", False, 1, deadline, chosen["times"])
+    last = deadline if is_quick or not others else deadline - _CHECKS_SHARE * budget
+    times = run_phase("times", False, 1, last, indexes)
+    measured = time.monotonic()
+    if not is_quick:
+        checks |= run_phase("checks", False, num_children, deadline, others)
     failures = [name for name, answer in (checks | times).items() if answer["status"] == "FAIL"]
     copy = times.get("copy", {}).get("copy_gb_per_s")
     print(
-        f"{len(checks)} checks, {len(times)} timings, {len(failures)} failures; copy {copy} GB/s; checks "
-        f"{checked - started:.0f} s, compilation {warm - checked:.0f} s, timings {time.monotonic() - warm:.0f} s"
+        f"{len(checks)} checks, {len(times)} timings, {len(failures)} failures; copy {copy} GB/s; first checks "
+        f"{checked - started:.0f} s, compilation {warm - checked:.0f} s, timings {measured - warm:.0f} s, other "
+        f"checks {time.monotonic() - measured:.0f} s"
     )
     for name in failures:
         print(f"FAILED: {name}")
     return {"checks": checks, "times": times, "copy_gb_per_s": copy, "failures": failures}
+
+
+def _split(names: Sequence[str], only: str, first: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Indexes of names that hold `only`: those that hold one of `first` too, in its order, and the rest."""
+    wanted = [index for index, name in enumerate(names) if only in name]
+    front = [index for part in first for index in wanted if part in names[index]]
+    front = list(dict.fromkeys(front))
+    return front, [index for index in wanted if index not in front]
 
 
 if __name__ == "__main__":

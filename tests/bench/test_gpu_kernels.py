@@ -8,6 +8,7 @@ import torch
 from graftline.bench import gpu_kernels
 from graftline.bench.gpu_kernel_checks import list_checks, relative
 from graftline.bench.gpu_kernel_items import Item, tree_round
+from graftline.bench.gpu_kernel_layers import LayerSizes, time_layers
 from graftline.bench.gpu_kernels import Child, describe, measure, run_item
 
 
@@ -62,6 +63,22 @@ def test_a_round_is_laid_out_as_described() -> None:
     assert (batch.row_slots >= 0).tolist() == [True] * 3 + [False] * 3
     first_page = int(batch.page_tables[0, 1])
     assert batch.row_slots[:3].tolist() == [first_page * 4 + offset for offset in (1, 2, 3)]
+
+
+def test_what_rounds_use_comes_first() -> None:
+    names = ["a 1", "c", "b 1", "b 2", "a 2"]
+    assert gpu_kernels._split(names, "", ("b", "a 1")) == ([2, 3, 0], [1, 4])
+    assert gpu_kernels._split(names, "1", ("b",)) == ([2], [0])
+    for phase, first in (("checks", gpu_kernels._FIRST_CHECKS), ("times", gpu_kernels._FIRST_TIMES)):
+        known = [item.name for item in gpu_kernels.items_of(phase)]
+        assert all(any(part in name for name in known) for part in first), "a part that no item has"
+
+
+def test_layers_are_timed_with_and_without_overlap() -> None:
+    found = time_layers(LayerSizes(32, 48, 4, 2, 16), 2, 3, 20, 2, warm_up=False)
+    assert found["error"] <= found["bound"]
+    assert {"plain", "overlap"} <= set(found["microseconds"])
+    assert found["bytes"] == 2 * (32 * (12 * 16 + 3 * 48) + 3 * 20 * 2 * 2 * 16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bfloat16 checks fail on CPU alone")

@@ -1,0 +1,141 @@
+"""Times of whole decoder layers of an 8B model in one CUDA graph: kernels behind each other, as rounds have them.
+
+Launches that overlap are timed against plain ones, and must give the very same output.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graftline.bench.gpu_kernel_items import Item, device, normal, seconds_each, tree_round
+from graftline.kernels import skinny_linear_triton
+from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
+from graftline.kernels.linear import LinearWeight, pack_linear
+from graftline.kernels.overlap_triton import forced_overlap
+
+_LAYERS = 8
+_PAGE_SIZE = 16
+_AHEAD_KIB = (0, 64, 192)  # besides what the engine has
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Sizes of a dense layer."""
+
+    hidden: int
+    inter: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of its matrices."""
+        columns = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.hidden * (columns + 3 * self.inter)
+
+
+EIGHT_B = LayerSizes(4096, 14336, 32, 8, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    input_norm: Tensor
+    qkv: LinearWeight
+    q_norm: None
+    k_norm: None
+    output: LinearWeight
+    post_norm: Tensor
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+def list_layers() -> list[Item]:
+    """Batches and contexts that rounds must be fast at."""
+    return [
+        Item(
+            f"layers 8B batch {batch} context {context} rows {rows}",
+            partial(time_layers, EIGHT_B, _LAYERS, batch, context, rows),
+        )
+        for context in (1024, 8192)
+        for batch in (1, 4, 16)
+        for rows in (1, 4)
+    ]
+
+
+def time_layers(
+    sizes: LayerSizes, num_layers: int, batch: int, context: int, rows: int, warm_up: bool
+) -> dict[str, Any]:
+    """Microseconds a layer, plain and with overlap, beside the floor's bytes; how many elements of both differ."""
+    count = 1 if warm_up else num_layers
+    layers = _layers(sizes, count)
+    round_of, num_pages = tree_round(
+        [context] * batch, [[-1, *range(rows - 1)]] * batch, rows, _PAGE_SIZE, context + 2 * _PAGE_SIZE + rows
+    )
+    pool = torch.empty(
+        num_pages, count, 2, _PAGE_SIZE, sizes.kv_heads, sizes.head_dim, dtype=_dtype(), device=device()
+    ).normal_()
+    pages = LayerPages([(pool[:, index, 0], pool[:, index, 1]) for index in range(count)])
+    hidden = normal(batch * rows, sizes.hidden, dtype=_dtype())
+    outs = {on: torch.empty_like(hidden) for on in (False, True)}
+
+    def microseconds(on: bool) -> float:
+        with forced_overlap(on):
+            call = partial(_into, outs[on], layers, hidden, round_of, pages)
+            call()  # outside of a graph too; the last replay is what is compared
+            return 1e6 * seconds_each([call], 1 if warm_up else 9) / count
+
+    times = {"plain": microseconds(False), "overlap": microseconds(True)}
+    differing = int((outs[True] != outs[False]).sum())  # a NaN differs from itself
+    for kib in _AHEAD_KIB:
+        with _ahead(kib << 10):
+            times[f"overlap, {kib} KiB ahead"] = microseconds(True)
+    num_bytes = 2 * (sizes.num_elements + batch * context * 2 * sizes.kv_heads * sizes.head_dim)
+    return {"bytes": num_bytes, "microseconds": times, "error": float(differing), "bound": 0.0}
+
+
+@cache
+def _layers(sizes: LayerSizes, count: int) -> DenseLayers:
+    """Random ones; kept, since every item has the same."""
+    q_size, kv_size = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    angles = normal(1 << 15, sizes.head_dim // 2)
+
+    def weight(outputs: int, inputs: int) -> LinearWeight:
+        values = torch.empty(outputs, inputs, dtype=_dtype(), device=device()).normal_(std=inputs**-0.5)
+        return pack_linear(values)
+
+    norm = torch.ones(sizes.hidden, dtype=_dtype(), device=device())
+    weights = [
+        _Weights(
+            norm, weight(q_size + 2 * kv_size, sizes.hidden), None, None, weight(sizes.hidden, q_size), norm,
+            weight(2 * sizes.inter, sizes.hidden), weight(sizes.hidden, sizes.inter),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+    shape = DecoderLayerShape(
+        sizes.heads, sizes.kv_heads, sizes.head_dim, 1e-5, sizes.head_dim**-0.5, angles.cos(), angles.sin()
+    )
+    return DenseLayers(weights, shape)
+
+
+def _dtype() -> torch.dtype:
+    return torch.bfloat16 if device().type == "cuda" else torch.float32
+
+
+def _into(out: Tensor, layers: DenseLayers, hidden: Tensor, batch: Any, pages: LayerPages) -> None:
+    out.copy_(layers.run_composed(hidden, batch, pages)[0])
+
+
+@contextmanager
+def _ahead(num_bytes: int) -> Iterator[None]:
+    usual = skinny_linear_triton.AHEAD_BYTES
+    skinny_linear_triton.AHEAD_BYTES = num_bytes
+    try:
+        yield
+    finally:
+        skinny_linear_triton.AHEAD_BYTES = usual
