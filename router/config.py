@@ -115,6 +115,8 @@ class RouterConfig:
         workers_file: JSON or TOML with lists `prefill` and `decode`, read again when it changes.
         worker_access: token and TLS shown to workers.
         tokens: bearer tokens accepted from clients (gRPC and HTTP); empty: everybody may call.
+        answers_sglang: beside its own service, answer the one that SGLang's gateways call.
+        sglang_tokenizer_dir: where those load the tokenizer from; the router writes what is missing.
         tracer: where requests' spans go; whoever made it closes it.
     """
 
@@ -132,6 +134,8 @@ class RouterConfig:
     tokens: tuple[str, ...] = field(default=(), repr=False)
     drain_grace_s: float = 30.0
     tokenizer_threads: int = 2
+    answers_sglang: bool = False
+    sglang_tokenizer_dir: Path | None = None
     tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:

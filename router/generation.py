@@ -9,7 +9,13 @@ from concurrent.futures import Executor
 from contextlib import ExitStack, asynccontextmanager
 from typing import TypeVar
 
-from graftline.errors import GraftlineError, InternalError, InvalidRequestError, PeerUnavailableError
+from graftline.errors import (
+    CancelledRequestError,
+    GraftlineError,
+    InternalError,
+    InvalidRequestError,
+    PeerUnavailableError,
+)
 from graftline.metrics import REQUESTS_REFUSED, SLOW_CONSUMERS_CUT, TOKENIZE, Metrics
 from graftline.proto import validation
 from graftline.proto.v1.router_pb2 import GenerateRequest
@@ -40,7 +46,13 @@ class Generation:
         self.request_id = request_id
         self.model = model
         self.num_choices = num_choices
+        self.is_aborted = False
         self._outbox = outbox
+
+    def abort(self) -> None:
+        """Its caller wants no more: iteration raises CancelledRequestError after what waits already."""
+        self.is_aborted = True
+        self._outbox.fail(CancelledRequestError("aborted by its caller"))
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self

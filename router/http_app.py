@@ -22,6 +22,7 @@ from graftline.router.openai.answer import Answer
 from graftline.router.openai.errors import error_body, error_headers, http_status
 from graftline.router.openai.request import OpenAiRequest, chat_request, completion_request
 from graftline.router.registry import Registry
+from graftline.router.vllm_counters import is_scraper, vllm_exposition
 from graftline.router.write_guard import WriteGuard
 from graftline.tracing import Carrier
 
@@ -118,7 +119,10 @@ class HttpApp:
         return _json({"status": "ok"})
 
     async def _show_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+        exposition = self._metrics.exposition()
+        if not is_scraper(request.headers.get("accept", "")):
+            exposition += vllm_exposition(self._metrics)
+        return Response(exposition, headers={"content-type": CONTENT_TYPE})
 
     async def _server_info(self, request: Request) -> Response:
         """Where SGLang's serving benchmark looks for the accept length."""

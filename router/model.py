@@ -14,7 +14,11 @@ from graftline.router.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model card, ready for use."""
+    """One model card, ready for use.
+
+    Attributes:
+        card: what it was built from.
+    """
 
     model_id: str
     card_hash: str
@@ -24,6 +28,7 @@ class ServedModel:
     tokenizer: TextTokenizer
     vocabulary: Vocabulary
     chat_template: ChatTemplate | None
+    card: ModelCard
 
     @classmethod
     def load(cls, card: ModelCard) -> "ServedModel":
@@ -46,6 +51,7 @@ class ServedModel:
             tokenizer,
             Vocabulary(tokenizer),
             template,
+            card,
         )
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from graftline.errors import InvalidRequestError
 from graftline.metrics import Metrics, ProcessRole
 from graftline.proto.server import RpcServer
 from graftline.proto.v1.router_pb2_grpc import add_RouterServiceServicer_to_server
@@ -97,6 +98,8 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
         )
         service = RouterService(generator, registry, admission, config.requests.write_timeout_s)
         rpc.add(add_RouterServiceServicer_to_server, service, SERVICE_NAME)
+        if config.answers_sglang:
+            add_sglang(rpc, generator, registry, admission, config)
         await stack.enter_async_context(_running(registry))
         http_address: str | None = None
         if config.http_listen is not None:
@@ -118,6 +121,23 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
             await router.drain()
             await admission.wait_until_idle(config.drain_grace_s)
             await rpc.stop(0)
+
+
+def add_sglang(
+    rpc: RpcServer, generator: Generator, registry: Registry, admission: Admission, config: RouterConfig
+) -> None:
+    """Lets a router answer SGLang's gateways too.
+
+    Raises:
+        InvalidRequestError: the package with their protocol is not installed.
+    """
+    try:
+        from graftline.router.sglang.service import SglangService, add_to
+    except ModuleNotFoundError as error:
+        problem = f"needs {error.name}: pip install 'graftline[sglang]'"
+        raise InvalidRequestError("answers_sglang", problem) from error
+    timeout_s, directory = config.requests.write_timeout_s, config.sglang_tokenizer_dir
+    add_to(rpc, SglangService(generator, registry, admission, timeout_s, directory))
 
 
 @asynccontextmanager

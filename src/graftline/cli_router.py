@@ -73,6 +73,13 @@ def router(
     tls_key: shared.TlsKey = None,
     tls_ca: shared.TlsCa = None,
     otlp_endpoint: shared.OtlpEndpoint = None,
+    answers_sglang: Annotated[
+        bool, typer.Option("--sglang", help="Answer SGLang's gateways too (sglang.grpc.scheduler.SglangScheduler).")
+    ] = False,
+    sglang_tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Directory from which they load the tokenizer; the router writes what is missing."),
+    ] = None,
 ) -> None:
     """Run a router."""
     die_with_launcher()
@@ -98,6 +105,8 @@ def router(
         tls=shared.server_tls(tls_certificate, tls_key, tls_ca),
         tokens=shared.tokens(token),
         drain_grace_s=drain_grace_s,
+        answers_sglang=answers_sglang,
+        sglang_tokenizer_dir=sglang_tokenizer,
     )
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with (

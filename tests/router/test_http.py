@@ -18,6 +18,11 @@ from graftline.errors import InternalError, PeerUnavailableError
 
 PROMPT = "once upon a time"
 IDS = list(PROMPT.encode())
+# What Prometheus 2 asks for.
+PROMETHEUS_ACCEPT = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
 
@@ -258,7 +263,18 @@ async def test_health_ready_models_metrics_and_server_info() -> None:
         await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 10})
         metrics = (await client.get("/metrics")).text
         assert 'graftline_router_requests_ended_total{model="tiny",outcome="length"} 1.0' in metrics
+        assert "vllm:" not in (await client.get("/metrics", headers={"accept": PROMETHEUS_ACCEPT})).text
+        spoken = {
+            line.partition("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if "vllm:" in line[:5]
+        }
+        # 3 rounds, 3 drafts each, 6 of them accepted: what vLLM's benchmark divides to an acceptance length of 3.
+        assert spoken == {
+            "vllm:spec_decode_num_drafts_total": 3,
+            "vllm:spec_decode_num_draft_tokens_total": 9,
+            "vllm:spec_decode_num_accepted_tokens_total": 6,
+        }
         info = (await client.get("/get_server_info")).json()
+        assert (await client.get("/server_info")).json() == info
         assert info["internal_states"][0]["avg_spec_accept_length"] == 3
         await worker.stop()
         await until(lambda: not h.router.registry.has_pair())
