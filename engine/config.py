@@ -7,7 +7,7 @@ import msgspec
 from graftline.engine.tree_shape import TreeShape
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
-from graftline.kernels.attention_kind import AttentionBackend
+from graftline.kernels.attention_kind import AttentionBackend as AttentionBackend
 
 MTP_HEAD = "mtp"
 """In place of a draft head's directory: the MTP module of the target's own checkpoint."""

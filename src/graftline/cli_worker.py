@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from graftline import cli_options as shared
-from graftline.engine.config import EngineConfig, Role, StageChannel, StageMode
+from graftline.engine.config import AttentionBackend, EngineConfig, Role, StageChannel, StageMode
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
-from graftline.kernels.attention_kind import AttentionBackend
 from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
 from graftline.worker.placement import AUTO, CPU, DeviceMemory, Host

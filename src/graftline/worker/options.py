@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from graftline.engine.config import MTP_HEAD, EngineConfig, Role, StageChannel, StageMode
+from graftline.engine.config import MTP_HEAD, AttentionBackend, EngineConfig, Role, StageChannel, StageMode
 from graftline.engine.device_growth import grows_on_device
 from graftline.engine.draft_choice import carries_mtp, head_named
 from graftline.engine.draft_head.config import DraftHeadConfig
@@ -19,7 +19,6 @@ from graftline.engine.models.config import ModelConfig
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
-from graftline.kernels.attention_kind import AttentionBackend
 from graftline.worker.placement import AUTO, CPU, DEFAULT_FRACTION, Host, stage_budgets, stage_devices
 
 NONE = "none"
