@@ -113,7 +113,7 @@ def test_gpus_are_reserved() -> None:
         (device,) = services[name]["deploy"]["resources"]["reservations"]["devices"]
         assert device["driver"] == "nvidia"
         assert len(device["device_ids"]) == count
-        assert "--device=cuda" in services[name]["command"]
+        assert "--devices=cuda" in services[name]["command"]
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
