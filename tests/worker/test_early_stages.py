@@ -1,6 +1,8 @@
 """Stage processes that are forked early: they wait for orders, and leave when none can come."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from graftline.worker.early_stages import fork_stages, orders_taken_by
@@ -55,3 +57,9 @@ def test_the_launchers_descriptor_is_let_go(monkeypatch) -> None:  # type: ignor
     os.close(reads)
     stage.kill()
     stage.wait(WAIT_S)
+
+
+def test_a_worker_that_fails_to_start_does_not_wait_for_its_stages() -> None:
+    """Its interpreter's end must not join processes that wait for orders of it."""
+    code = "from graftline.worker.early_stages import fork_stages; fork_stages(1, print); raise SystemExit(2)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 2

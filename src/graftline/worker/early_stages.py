@@ -23,7 +23,8 @@ class EarlyStage:
     def __init__(self, run: Callable[[], None]) -> None:
         context = multiprocessing.get_context("fork")
         theirs, self._orders = context.Pipe(duplex=False)
-        self._process = context.Process(target=_wait_and_run, args=(theirs, self._orders, run), daemon=False)
+        # A daemon: an interpreter that ends waits for its other children, and these wait for its orders.
+        self._process = context.Process(target=_wait_and_run, args=(theirs, self._orders, run), daemon=True)
         self._process.start()
         theirs.close()
 
