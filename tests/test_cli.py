@@ -11,10 +11,13 @@ from scripted_router import ScriptedRouter
 from typer.testing import CliRunner
 
 import graftline
+from graftline import cli_cluster
 from graftline.cli import LAZY_COMMANDS, app, model_app
 from graftline.cli_cluster import Answer, _figures
 from graftline.client import Finish, FinishReason, Handoff, Speculation, TreeOrigin, Usage
 from graftline.engine.model_fetch import CATALOG
+from graftline.launcher import ClusterSpec
+from graftline.tracing import configured_endpoint
 
 FINISH = Finish(
     FinishReason.STOP,
@@ -70,6 +73,7 @@ def test_known_models_are_listed() -> None:
         (("up", "--decodes", "0"), "--decodes"),
         (("decode", "--draft-depth", "x"), "--draft-depth"),
         (("decode", "--tls-key", "key.pem"), "tls"),
+        (("router", "--prefill", "p:1", "--decode", "d:1", "--otlp-endpoint", "collector:4317"), "otlp_endpoint"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -108,6 +112,21 @@ async def test_generate_streams_an_answer(arguments: list[str]) -> None:
             assert asked.chat.messages[1].content == "from standard input"
         else:
             assert asked.text == "hello"
+
+
+def test_up_tells_every_process_where_spans_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ClusterSpec] = []
+
+    async def up(spec: ClusterSpec, console: Console) -> int:
+        started.append(spec)
+        return 0
+
+    monkeypatch.setattr(cli_cluster, "_up", up)
+    for arguments in ([], ["--otlp-endpoint", "http://collector:4317"]):
+        assert CliRunner().invoke(app, ["up", *arguments]).exit_code == 0
+    off, on = started
+    assert dict(off.environment) == {}
+    assert configured_endpoint(None, on.environment) == "http://collector:4317"
 
 
 def test_the_demos_table() -> None:
