@@ -101,6 +101,9 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
         if config.answers_sglang:
             add_sglang(rpc, generator, registry, admission, config)
         await stack.enter_async_context(_running(registry))
+        # Before HTTP, whose /ready speaks for both.
+        await rpc.start()
+        stack.push_async_callback(rpc.stop, 0)
         http_address: str | None = None
         if config.http_listen is not None:
             http = HttpApp(
@@ -112,7 +115,6 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
                 write_timeout_s=config.requests.write_timeout_s,
             )
             http_address = await stack.enter_async_context(running_http(http.app, config.http_listen, tls=config.tls))
-        await rpc.start()
         router = Router(rpc.address, http_address, registry, generator, admission, metrics, rpc)
         try:
             await rpc.set_serving(True)
@@ -120,7 +122,6 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
         finally:
             await router.drain()
             await admission.wait_until_idle(config.drain_grace_s)
-            await rpc.stop(0)
 
 
 def add_sglang(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,9 @@ from router_fakes import EOS, FakeWorker, Fault, decode, prefill, reference_ids
 from router_harness import QUICK_HEALTH, QUICK_REQUESTS, Harness, harness, until
 
 from graftline.errors import InternalError, PeerUnavailableError
+from graftline.router import server
+from graftline.router.config import RouterConfig
+from graftline.router.server import running_router
 
 PROMPT = "once upon a time"
 IDS = list(PROMPT.encode())
@@ -282,6 +286,29 @@ async def test_health_ready_models_metrics_and_server_info() -> None:
         assert ready.status_code == 503
         assert worker.address in ready.text
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_ready_speaks_for_grpc_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for /ready may use gRPC at once: it listens before HTTP does, and stops when HTTP cannot start."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    answered: list[bool] = []
+
+    @asynccontextmanager
+    async def no_http(*_: object, **__: object) -> AsyncIterator[str]:
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            answered.append(True)
+        raise PeerUnavailableError("no port for HTTP")
+        yield
+
+    monkeypatch.setattr(server, "running_http", no_http)
+    with pytest.raises(PeerUnavailableError, match="no port"):
+        async with running_router(RouterConfig(listen=f"127.0.0.1:{port}", http_listen="127.0.0.1:0")):
+            pass
+    assert answered
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
 async def test_bearer_tokens_guard_the_api_and_leave_health_open() -> None:
