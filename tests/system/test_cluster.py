@@ -153,7 +153,7 @@ async def test_a_frozen_prefill_is_noticed(cluster: Cluster, world: TinyWorld) -
 async def test_a_killed_stage_ends_its_worker(cluster: Cluster, world: TinyWorld) -> None:
     """CASES H03: nobody keeps asking a pipeline that lost a stage; a restart at the address serves again."""
     decode = cluster.children["decode-0"]
-    stages = [child for child in psutil.Process(decode.pid).children() if "stage_main" in " ".join(child.cmdline())]
+    stages = psutil.Process(decode.pid).children()
     assert len(stages) == 1
     stages[0].kill()
     async with asyncio.timeout(NOTICE_S):
