@@ -3,7 +3,8 @@
 The rule that makes this safe: before `wait_for_earlier` a kernel touches nothing but registers and the L2 cache
 (`fetch_lines`, `fetch_spans`: hints that cannot be stale), and every program of every kernel launched with
 `launch_options` calls it. A kernel that has waited therefore sees all that any earlier one wrote, and kernels launched
-the plain way wait for everything as ever. `GRAFTLINE_PDL=0` turns it off; devices before sm_90 have none.
+the plain way wait for everything as ever. It is off unless `GRAFTLINE_PDL=1` and the device is
+sm_90 or newer: on an H200 whole layers were slower with it (docs/decisions.md).
 """
 
 import os
@@ -76,4 +77,4 @@ def forced_overlap(on: bool) -> Iterator[None]:
 @cache
 def _is_on(device_index: int) -> bool:
     major, _ = torch.cuda.get_device_capability(device_index)
-    return major >= 9 and os.environ.get("GRAFTLINE_PDL", "1") != "0"
+    return major >= 9 and os.environ.get("GRAFTLINE_PDL", "0") == "1"
