@@ -29,6 +29,7 @@ async def test_a_short_storm() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 async def test_ten_thousand_requests() -> None:
+    """CASES G13: a long time under load, with a supervisor that does nothing but start what has ended."""
     result = await ChaosRun(ChaosPlan(num_requests=10_000, pause_s=4.0), print).run()
     assert result.troubles == ()
     assert result.counts.resumed > 0
