@@ -23,7 +23,9 @@ from graftline.kernels.sample import sample
 from graftline.kernels.tree_batch import TreeBatch
 from graftline.kernels.tree_walk import tree_rows, walk_trees
 
-_CAPTURE_LOCK = threading.Lock()
+CAPTURE_LOCK = threading.Lock()
+"""A process captures one graph at a time."""
+
 _WARM_UPS = 2
 _FOLLOW_TIMEOUT_S = 60.0
 
@@ -145,7 +147,7 @@ class DeviceRounds:
             progress(size)
 
     def _warm_up(self, size: int, inputs: "_Inputs", is_greedy: bool) -> None:
-        with _CAPTURE_LOCK:
+        with CAPTURE_LOCK:
             for _ in range(_WARM_UPS):
                 self._round(inputs, is_greedy)
             if not self._graphs_wanted or size > self._max_graph_batch:

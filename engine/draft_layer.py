@@ -134,6 +134,11 @@ class DraftLayer:
         return self.config.draft_vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """Columns of outputs."""
+        return self.config.hidden_size
+
+    @property
     def position_limit(self) -> int:
         """The head may run below this position: neither past its own context nor past the target's."""
         return min(self.config.context_length, self._target.context_length)

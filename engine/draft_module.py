@@ -26,6 +26,10 @@ class DraftModule(Protocol):
         """Rows of `logits`."""
 
     @property
+    def hidden_size(self) -> int:
+        """Columns of outputs."""
+
+    @property
     def position_limit(self) -> int:
         """The head may run at positions below this one."""
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from graftline.engine.device_growth import DeviceGrowth, grows_on_device
-from graftline.engine.device_rounds import RoundDrafter
+from graftline.engine.device_rounds import RoundDrafter, round_sizes
 from graftline.engine.draft_module import DraftModule
+from graftline.engine.growth_graphs import GrowthGraphs
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.pages import num_pages_for
 from graftline.engine.request import DraftTree
@@ -22,6 +23,7 @@ from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build
 from graftline.kernels.draft_growth import DraftGrowth
 from graftline.kernels.sample import top_k
 from graftline.kernels.tree_growth import select_children, select_tree
+from graftline.kernels.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Drafter:
         self._pool = pool
         self._shape = shape
         self._device_growth = DeviceGrowth(layer, pool, shape) if grows_on_device(shape) else None
+        self._graphs: GrowthGraphs | None = None
         self._page_size = pool.geometry.page_size
         self._pages_a_tree = scratch_pages_for(shape, self._page_size, 1)
         self._max_trees = pool.scratch_pages // self._pages_a_tree if self._pages_a_tree else 0
@@ -70,6 +73,15 @@ class Drafter:
         """The same for rounds of fixed shape, whose trees must fit them."""
         assert self._device_growth is not None, f"{self._shape} does not fit rounds of fixed shape"
         return RoundDrafter(self._layer, self._pool, self._device_growth)
+
+    def capture_growth(self, max_trees: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Captures growths of up to `max_trees` trees, or of as many as grow at once; see `GrowthGraphs`."""
+        if self._device_growth is None or not self._shape.speculates:
+            return
+        most = min(max_trees, self._max_trees or max_trees)
+        max_pages = num_pages_for(self._layer.position_limit, self._page_size)
+        self._graphs = GrowthGraphs(self._device_growth, self._layer.hidden_size, dtype, max_pages, device)
+        self._graphs.capture(round_sizes(most))
 
     def extend(self, features: Tensor, next_tokens: Tensor, batch: AttentionBatch) -> Tensor:
         """Makes drafter rows final.
@@ -120,16 +132,25 @@ class Drafter:
         return self._grow_at_once(self._layer.growth, outputs, roots, tables)
 
     def _grow_on_device(self, growth: DeviceGrowth, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
-        columns = max(len(root.page_ids) for root in roots)
-        tables = [[*map(int, root.page_ids), *[0] * (columns - len(root.page_ids))] for root in roots]
-        bonus = torch.tensor([root.bonus_token for root in roots], device=outputs.device)
-        starts = torch.tensor([root.start for root in roots], dtype=torch.int32, device=outputs.device)
-        tokens, parents, counts = growth.grow(
-            outputs, bonus, starts, torch.tensor(tables, dtype=torch.int32, device=outputs.device)
-        )
-        found = torch.cat((counts.unsqueeze(1), tokens, parents), dim=1).tolist()  # one wait for all of it
+        bonus, starts = [root.bonus_token for root in roots], [root.start for root in roots]
+        tables = [list(map(int, root.page_ids)) for root in roots]
+        graphs = self._graphs
+        if graphs is not None and len(roots) <= graphs.max_trees:
+            found = graphs.grow(outputs, bonus, starts, tables)
+        else:
+            columns = max(map(len, tables))
+            padded = [[*table, *[0] * (columns - len(table))] for table in tables]
+            device = outputs.device
+            tokens, parents, counts = growth.grow(
+                outputs,
+                upload(bonus, torch.int64, device),
+                upload(starts, torch.int32, device),
+                upload(padded, torch.int32, device),
+            )
+            found = torch.cat((counts.unsqueeze(1), tokens, parents), dim=1)
         nodes = self._shape.nodes
-        return [DraftTree(tuple(row[1 : 1 + row[0]]), tuple(row[1 + nodes : 1 + nodes + row[0]])) for row in found]
+        rows = found.tolist()  # one wait for all of it
+        return [DraftTree(tuple(row[1 : 1 + row[0]]), tuple(row[1 + nodes : 1 + nodes + row[0]])) for row in rows]
 
     def _grow_at_once(
         self, growth: DraftGrowth, outputs: Tensor, roots: Sequence[GrowthRoot], tables: Sequence[Sequence[int]]

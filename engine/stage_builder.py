@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from graftline.engine.config import MTP_HEAD, EngineConfig
+from graftline.engine.config import MTP_HEAD, EngineConfig, Role
 from graftline.engine.device_rounds import DeviceRounds, round_sizes
 from graftline.engine.draft_choice import chosen_head, head_named
 from graftline.engine.draft_layer import DraftLayer, TargetHead
@@ -37,6 +37,9 @@ from graftline.engine.verify_state import build_verify_state
 from graftline.engine.warm_up import warm_up
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_backend import Attention, choose_attention
+
+# Prompts that end in one step of a prefill: more of them grow op by op.
+_GRAPH_TREES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ def build_stage(config: EngineConfig, index: int, round_state: RoundState | None
         )
         if device.type == "cuda":
             rounds.capture(round_sizes(config.max_running))
+    if drafter is not None and config.role is Role.PREFILL and config.cuda_graphs and device.type == "cuda":
+        drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
     stage = Stage(
         model,
         pool,

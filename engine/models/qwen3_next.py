@@ -152,7 +152,7 @@ def run_attention(
     config: ModelConfig,
     weights: AttentionWeights,
     normed: Tensor,
-    batch: AttentionBatch,
+    batch: RowBatch,
     pages: tuple[Tensor, Tensor],
     turns: Rotations,
     newest: Tensor | None = None,

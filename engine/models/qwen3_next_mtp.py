@@ -66,6 +66,11 @@ class MtpModule:
         return self._config.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """See `DraftModule`."""
+        return self._config.hidden_size
+
+    @property
     def position_limit(self) -> int:
         """See `DraftModule`."""
         return self._config.context_length
@@ -83,8 +88,7 @@ class MtpModule:
         return self._logits(outputs)
 
     def forward(self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool) -> Tensor:
-        """See `DraftModule`; hybrid models have no rounds of fixed shape."""
-        assert isinstance(batch, AttentionBatch), "hybrid models have no rounds of fixed shape"
+        """See `DraftModule`."""
         return self._run(feature, next_tokens, batch, pool, None)
 
     def forward_newest(
@@ -98,7 +102,7 @@ class MtpModule:
         return self._run(feature, next_tokens, batch, pool, rows)
 
     def _run(
-        self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool, newest: Tensor | None
+        self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool, newest: Tensor | None
     ) -> Tensor:
         config, eps, block = self._config, self._config.rms_norm_eps, self._block
         assert isinstance(block.mixer, AttentionWeights)

@@ -210,6 +210,29 @@ def test_trees_are_those_of_a_naive_growth(
     assert alone == trees, "company changes nothing"
 
 
+@pytest.mark.parametrize("sizes", [0, 4], ids=["as-many", "padded"])
+@pytest.mark.parametrize(("shape", "page_size"), SHAPES, ids=str)
+@torch.inference_mode()
+def test_trees_grown_on_the_device_are_the_same(world: TinyWorld, shape: TreeShape, page_size: int, sizes: int) -> None:
+    """What a GPU does, with the torch references: no value asked of the device on the way; padding changes nothing."""
+    bench = Bench(world, world.eagle3, shape, page_size, max_trees=4, at_once=False)
+    if sizes:
+        bench.drafter.capture_growth(sizes, torch.float32, CPU)
+    roots, outputs, expected = [], [], []
+    for seed, length in enumerate((1, 4, 11)):
+        features, tokens = request(bench, length, seed)
+        pages = bench.pages(length + 1)
+        outputs.append(bench.extend(features, tokens, pages)[-1])
+        roots.append(GrowthRoot(tokens[-1], length, pages))
+        expected.append(naive_tree(bench.naive, features, tokens, shape))
+    before = bench.pool.data[: bench.pool.num_pages].clone()
+    growth = bench.drafter.for_rounds.growth
+    assert bench.drafter._grow_on_device(growth, torch.stack(outputs), roots) == expected
+    assert bench.drafter._grow_on_device(growth, outputs[1].unsqueeze(0), roots[1:2]) == expected[1:2]
+    after = bench.pool.data[: bench.pool.num_pages]
+    assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+
+
 @pytest.mark.parametrize("kind", list(DraftHeadKind))
 @torch.inference_mode()
 def test_extending_in_parts_is_extending_at_once(world: TinyWorld, kind: DraftHeadKind) -> None:

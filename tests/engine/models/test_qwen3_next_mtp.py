@@ -15,6 +15,7 @@ from graftline.engine.models.qwen3_next_random import write_tiny_qwen3_next
 from graftline.engine.models.rope import rope_tables
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
+from graftline.kernels.tree_batch import TreeBatch
 
 PAGES = [3, 0, 2, 1]
 PAGE_SIZE = 4
@@ -133,3 +134,22 @@ def test_a_checkpoint_without_the_module_is_refused(tmp_path: Path) -> None:
     path = write_tiny_qwen3_next(tmp_path, mtp=False)
     with pytest.raises(InvalidRequestError, match="mtp"):
         module(open_checkpoint(path))
+
+
+def test_rows_of_fixed_shape_are_rows(checkpoint: Checkpoint) -> None:
+    """Growth on a GPU runs the module over batches of fixed shape."""
+    mtp, dim = module(checkpoint), checkpoint.config.hidden_size
+    features, tokens = torch.randn(3, dim, generator=torch.Generator().manual_seed(4)), torch.tensor([5, 9, 2])
+    chain = build_attention_batch([SegmentRows(0, 3, PAGES)], PAGE_SIZE)
+    fixed = TreeBatch(
+        positions=torch.arange(3, dtype=torch.int32),
+        row_slots=chain.slots(),
+        visible=torch.tensor([1, 3, 7]),
+        starts=torch.zeros(1, dtype=torch.int32),
+        page_tables=torch.tensor([PAGES], dtype=torch.int32),
+        rows_each=3,
+        num_tail=3,
+        page_size=PAGE_SIZE,
+    )
+    expected = mtp.forward(features, tokens, chain, pool(checkpoint))
+    torch.testing.assert_close(mtp.forward(features, tokens, fixed, pool(checkpoint)), expected, rtol=1e-5, atol=1e-5)

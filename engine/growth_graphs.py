@@ -1,0 +1,112 @@
+"""Growth of a prefill's trees, captured: one launch where there would be some forty a level, behind a first token.
+
+The host knows the roots here, unlike in a decode's rounds; their tables travel in one copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftline.engine.device_growth import DeviceGrowth
+from graftline.engine.device_rounds import CAPTURE_LOCK
+from graftline.kernels.upload import upload
+
+_WARM_UPS = 2
+
+
+class GrowthGraphs:
+    """Growths of a few sizes; trees that are missing to a size are padding.
+
+    Args:
+        hidden_size: columns of the drafter's outputs.
+        dtype: their type.
+        max_pages: of a root.
+    """
+
+    def __init__(
+        self, growth: DeviceGrowth, hidden_size: int, dtype: torch.dtype, max_pages: int, device: torch.device
+    ) -> None:
+        self._growth = growth
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._max_pages = max_pages
+        self._device = device
+        self._sizes: list[_Size] = []
+        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    @property
+    def max_trees(self) -> int:
+        """Trees of the largest growth there is; 0 before `capture`."""
+        return max((size.trees for size in self._sizes), default=0)
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Warms growths of these many trees up and, on CUDA, captures them. Only padding grows."""
+        for trees in sorted(sizes):
+            outputs = torch.zeros(trees, self._hidden_size, dtype=self._dtype, device=self._device)
+            roots = torch.zeros(trees, 2 + self._max_pages, dtype=torch.int64, device=self._device)
+            self._sizes.append(_Size(trees, outputs, roots, *self._captured(outputs, roots)))
+
+    def grow(
+        self, outputs: Tensor, bonus_tokens: Sequence[int], starts: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Trees of some roots.
+
+        Args:
+            outputs: [trees, hidden] drafter output of every root's last final row, at most `max_trees`.
+            bonus_tokens: the roots.
+            starts: committed length L of each.
+            tables: page ids of each.
+
+        Returns:
+            [trees, 1 + 2 V] int64: nodes, then tokens, then parents of every tree. The next growth overwrites it.
+        """
+        count = len(starts)
+        size = next(size for size in self._sizes if size.trees >= count)
+        rows = [
+            [bonus, start, *table, *[0] * (self._max_pages - len(table))]
+            for bonus, start, table in zip(bonus_tokens, starts, tables, strict=True)
+        ]
+        rows += [[0] * (2 + self._max_pages)] * (size.trees - count)
+        size.roots.copy_(upload(rows, torch.int64, self._device))
+        size.outputs[:count] = outputs
+        if size.graph is None:
+            return self._run(size.outputs, size.roots)[:count]
+        size.graph.replay()
+        assert size.trees_out is not None
+        return size.trees_out[:count]
+
+    def _run(self, outputs: Tensor, roots: Tensor) -> Tensor:
+        tokens, parents, counts = self._growth.grow(
+            outputs, roots[:, 0].contiguous(), roots[:, 1].int(), roots[:, 2:].int()
+        )
+        return torch.cat((counts.unsqueeze(1), tokens, parents), dim=1)
+
+    def _captured(self, outputs: Tensor, roots: Tensor) -> "tuple[torch.cuda.CUDAGraph | None, Tensor | None]":
+        with CAPTURE_LOCK:
+            for _ in range(_WARM_UPS):
+                self._run(outputs, roots)
+            if self._device.type != "cuda":
+                return None, None
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                trees = self._run(outputs, roots)
+            return graph, trees
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A growth of one number of trees: where its inputs lie, and what captured it.
+
+    Attributes:
+        roots: [trees, 2 + max_pages] int64: bonus token, committed length, page ids.
+        trees_out: what the graph writes.
+    """
+
+    trees: int
+    outputs: Tensor
+    roots: Tensor
+    graph: torch.cuda.CUDAGraph | None
+    trees_out: Tensor | None
