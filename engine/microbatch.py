@@ -62,8 +62,8 @@ class MicrobatchSet:
         """The round `step` of a microbatch is over."""
         batch = self._batches[index]
         assert batch.steps, f"step {step} landed in a microbatch without one"
-        oldest = batch.steps.popleft()
-        assert oldest == step, f"step {step} landed in a microbatch whose oldest step is {oldest}"
+        assert batch.steps[0] == step, f"step {step} landed in a microbatch whose oldest step is {batch.steps[0]}"
+        batch.steps.popleft()
         return batch
 
     def youngest(self) -> DecodeRequest:

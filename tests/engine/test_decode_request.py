@@ -82,7 +82,7 @@ def test_max_tokens_cuts_a_run(max_tokens: int) -> None:
     """CASES A03: the first token counts once; a run is cut at exactly the last allowed one."""
     state = started(Stopping(max_tokens))
     assert state.max_depth() == max_tokens - 2, "a round emits at most depth + 1 tokens"
-    assert state.tree.num_nodes == min(4, max_tokens - 1)
+    assert state.next_tree().num_nodes == min(4, max_tokens - 1)
     tokens, ending = land(state, outcome([21, 22, 23, 24][:max_tokens]))
     assert len(tokens) == min(4, max_tokens - 1)
     assert (ending == Ending(FinishReason.LENGTH)) is (max_tokens <= 5)

@@ -76,7 +76,7 @@ def test_a_prefill_takes_no_verify_state_and_uses_the_room(published: ModelConfi
     assert prefill.stages[1].draft_weight_bytes > 0
     head, budget = mtp_config(published), 100_000 * MIB
     for role, more in ((Role.PREFILL, True), (Role.DECODE, False)):
-        settings = config(role)
+        settings = config(role, verify_state=VerifyMode.SNAPSHOT)
         pages = pages_within(settings, published, head, budget)
         fitting, beyond = (
             planned(published, msgspec.structs.replace(settings, num_pages=count)).pool_bytes

@@ -21,16 +21,30 @@ def test_microbatches_fill_evenly_and_take_turns() -> None:
     members = [member(order) for order in range(4)]
     for request in members:
         batches.add(request)
-    first, second = batches.idle()
+    first, second = batches.ready()
     assert ([m.order for m in first.members], [m.order for m in second.members]) == ([0, 2], [1, 3])
-    first.launched(7)
-    assert [batch.index for batch in batches.idle()] == [1]
-    with pytest.raises(AssertionError, match="one round at a time"):
-        first.launched(8)
+    first.launched(7, carries=False)
+    assert [batch.index for batch in batches.ready()] == [1]
     with pytest.raises(AssertionError, match="landed"):
         batches.landed(0, 8)
     assert batches.landed(0, 7) is first
-    assert len(list(batches.idle())) == 2
+    assert len(list(batches.ready())) == 2
+
+
+def test_rounds_ahead_land_in_order() -> None:
+    """Contract 4: a microbatch may have a second round under way, not a third."""
+    batches = MicrobatchSet(1, rounds_ahead=2)
+    batches.add(member(0))
+    (batch,) = batches.ready()
+    batch.launched(3, carries=True)
+    assert list(batches.ready()) == [batch]
+    batch.launched(4, carries=True)
+    assert list(batches.ready()) == []
+    assert batches.landed(0, 3) is batch
+    assert list(batches.ready()) == [batch]
+    assert batches.landed(0, 4) is batch
+    with pytest.raises(AssertionError, match="without one"):
+        batches.landed(0, 5)
 
 
 def test_the_youngest_gives_way() -> None:
@@ -56,5 +70,5 @@ def test_members_come_and_go(seed: int) -> None:
             batches.add(inside[-1])
         batches.remove(member(order))  # never joined: no harm
         assert batches.num_requests == len(inside)
-        known = [request for batch in batches.idle() for request in batch.members]
+        known = [request for batch in batches.ready() for request in batch.members]
         assert sorted(request.order for request in known) == sorted(request.order for request in inside)
