@@ -82,6 +82,7 @@ def test_layers_are_timed_with_and_without_overlap() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bfloat16 checks fail on CPU alone")
+@pytest.mark.slow
 def test_children_answer_in_turn_and_are_outlived() -> None:
     found = measure("silu_mul", 1, time.monotonic() + 120)
     answers = found["checks"]
@@ -90,6 +91,7 @@ def test_children_answer_in_turn_and_are_outlived() -> None:
     assert len(found["failures"]) == 4
 
 
+@pytest.mark.slow
 def test_a_dead_child_is_a_failure_of_its_item(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels.sys, "executable", "/bin/false")
     child = Child("checks", warm_up=False)

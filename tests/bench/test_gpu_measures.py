@@ -134,6 +134,7 @@ def test_a_stage_alone_decodes_alike_with_and_without_fixed_shapes(world: TinyWo
     assert heard[0] == heard[1]
 
 
+@pytest.mark.slow
 def test_roofline_notes_rates_steps_prompts_and_profiles(tmp_path: Path, steps: Steps) -> None:
     path = write_dummy_model(tmp_path / "model", TINY)
     measure_roofline(steps, path, "cpu", batches=(1, 2), contexts=(32,), prompt_tokens=64, rounds=2, dtype="float32")
@@ -208,6 +209,7 @@ def test_the_shipped_file_has_enough_prompts_of_one_length_of_answer() -> None:
     assert {len(ids) for ids in shipped["ids"]} == {gpu_parity.MAX_TOKENS}
 
 
+@pytest.mark.slow
 def test_speculation_is_measured_by_pipeline_tree_and_overlap(
     world: TinyWorld, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +227,7 @@ def test_speculation_is_measured_by_pipeline_tree_and_overlap(
     assert set(steps.found["tiny, host time"]) == {"plain", "real tree"}
 
 
+@pytest.mark.slow
 def test_the_drafter_is_measured_by_shape(world: TinyWorld, steps: Steps) -> None:
     setting = Setting(world.plain.path, world.eagle, "cpu", "float32", threads=1)
     shapes = (CHAIN, TreeShape(4, 2, 8))
