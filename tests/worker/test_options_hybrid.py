@@ -20,17 +20,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_models_own_module_drafts_and_no_prefix_is_cached(path: Path) -> None:
-    options = EngineOptions(model=str(path), dtype="float32", stages=2, verify_state=VerifyMode.REPLAY)
+    options = EngineOptions(model=str(path), dtype="float32", stages=2, verify_state=VerifyMode.SNAPSHOT)
     config = resolve_engine_config(options, Role.DECODE)
-    assert (config.draft_head, config.prefix_cache, config.verify_state) == (MTP_HEAD, False, VerifyMode.REPLAY)
+    assert (config.draft_head, config.prefix_cache, config.verify_state) == (MTP_HEAD, False, VerifyMode.SNAPSHOT)
     assert sum(config.layer_split) == 4
     assert resolve_engine_config(replace(options, draft_head=MTP_HEAD), Role.PREFILL).draft_head == MTP_HEAD
     assert resolve_engine_config(replace(options, draft_head="none"), Role.DECODE).tree == NO_SPECULATION
-    assert to_arguments(options)[-2:] == ["--verify-state", "replay"]
+    assert to_arguments(options)[-2:] == ["--verify-state", "snapshot"]
 
 
 def test_a_prefill_gets_more_pages_from_the_same_memory(path: Path) -> None:
-    options = EngineOptions(model=str(path), dtype="float32", memory_mib=1, max_running=16)
+    options = EngineOptions(
+        model=str(path), dtype="float32", memory_mib=1, max_running=16, verify_state=VerifyMode.SNAPSHOT
+    )
     prefill, decode = (resolve_engine_config(options, role).num_pages for role in Role)
     assert prefill > 1.2 * decode
 
