@@ -1,7 +1,7 @@
 """What a user says about a worker's engine, with "auto" values, and how it becomes an `EngineConfig`."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -255,8 +255,3 @@ def to_arguments(options: EngineOptions) -> list[str]:
         else:
             arguments += [f"--{flag}", str(value.value if isinstance(value, Enum) else value)]
     return arguments
-
-
-def with_threads(options: EngineOptions, num_stages_on_machine: int) -> EngineOptions:
-    """The same with the machine's cores shared between all stages that run on it."""
-    return options if options.threads else replace(options, threads=threads_per_stage(num_stages_on_machine))
