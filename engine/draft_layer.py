@@ -111,6 +111,7 @@ class DraftLayer:
     ) -> None:
         self.config: DraftHeadConfig = read_draft_head_config(folder)
         weights = _Weights(folder, device)
+        self.is_capturable = True
         self._target = target
         self._attention = attention
         self._is_eagle3 = self.config.kind is DraftHeadKind.EAGLE3

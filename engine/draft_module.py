@@ -16,10 +16,12 @@ class DraftModule(Protocol):
     Attributes:
         feature_layers: what it wants of the target; see `DraftHeadConfig.feature_layers`.
         growth: grows whole trees in one call, if this head can.
+        is_capturable: asks the host nothing, so that a CUDA graph can hold it.
     """
 
     feature_layers: tuple[int, ...]
     growth: DraftGrowth | None
+    is_capturable: bool
 
     @property
     def vocab_size(self) -> int:

@@ -75,8 +75,10 @@ class Drafter:
         return RoundDrafter(self._layer, self._pool, self._device_growth)
 
     def capture_growth(self, max_trees: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Captures growths of up to `max_trees` trees, or of as many as grow at once; see `GrowthGraphs`."""
-        if self._device_growth is None or not self._shape.speculates:
+        """Captures growths of up to `max_trees` trees, or of as many as grow at once, if the head can be captured; see
+        `GrowthGraphs`.
+        """
+        if self._device_growth is None or not self._shape.speculates or not self._layer.is_capturable:
             return
         most = min(max_trees, self._max_trees or max_trees)
         max_pages = num_pages_for(self._layer.position_limit, self._page_size)

@@ -65,7 +65,7 @@ class GrowthGraphs:
         count = len(starts)
         size = next(size for size in self._sizes if size.trees >= count)
         rows = [
-            [bonus, start, *table, *[0] * (self._max_pages - len(table))]
+            [bonus, start, *table[: self._max_pages], *[0] * (self._max_pages - len(table))]
             for bonus, start, table in zip(bonus_tokens, starts, tables, strict=True)
         ]
         rows += [[0] * (2 + self._max_pages)] * (size.trees - count)

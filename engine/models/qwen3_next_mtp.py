@@ -51,6 +51,7 @@ class MtpModule:
         self._attention = attention
         self.feature_layers: tuple[int, ...] = (FINAL_NORM,)
         self.growth: DraftGrowth | None = None
+        self.is_capturable = False  # experts are looked up on the host
         activations = torch.float32 if device.type == "cpu" else dtype
         loader, hidden = Qwen3NextLoader(checkpoint, dtype, activations, device), self._config.hidden_size
         self._fc = loader.matrix("mtp.fc", hidden, 2 * hidden)
