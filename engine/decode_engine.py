@@ -423,8 +423,7 @@ class DecodeScheduler:
     def _pages_ahead(self, request: DecodeRequest) -> int:
         """Pages for a round behind those under way, all of whose drafts may be accepted."""
         tree = self._config.tree
-        path_len = tree.depth + 1 if tree.speculates else 1
-        slots = request.committed + len(request.launched) * path_len
+        slots = request.committed + len(request.launched) * tree.path_len
         nodes = tree.nodes if request.in_flight else request.next_tree().num_nodes
         return num_pages_for(slots + nodes, self._config.page_size)
 

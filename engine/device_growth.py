@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from graftline.engine.draft_module import DraftModule
+from graftline.engine.draft_scratch import scratch_pages_for
 from graftline.engine.kv_pool import KvPool
-from graftline.engine.pages import num_pages_for
 from graftline.engine.tree_shape import TreeShape
 from graftline.kernels.sample import top_k
 from graftline.kernels.tree_batch import MAX_TAIL, TreeBatch
@@ -34,9 +34,8 @@ class DeviceGrowth:
         self._shape = shape
         self._page_size = pool.geometry.page_size
         self._width = min(shape.branching, layer.vocab_size)
-        rows = (shape.depth - 1) * self._width
-        self._pages_a_tree = num_pages_for(self._page_size - 1 + rows, self._page_size) if rows else 0
-        self._num_drafts = min(shape.nodes - 1, self._width + (shape.depth - 1) * self._width**2)
+        self._pages_a_tree = scratch_pages_for(shape, self._page_size, 1)
+        self._num_drafts = shape.num_drafts(self._width)
 
     def grow(
         self, outputs: Tensor, bonus_tokens: Tensor, starts: Tensor, page_tables: Tensor

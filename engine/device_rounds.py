@@ -5,15 +5,16 @@ CUDA it is captured once and replayed. What a round leaves (tree, committed leng
 `RoundState`, from where the next one takes it: that one can be launched before the host has read this one.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from graftline.engine.device_growth import DeviceGrowth
 from graftline.engine.draft_module import DraftModule
+from graftline.engine.graph_capture import CapturedGraph, GraphPool
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import StepPlan
@@ -23,10 +24,6 @@ from graftline.kernels.sample import sample
 from graftline.kernels.tree_batch import TreeBatch
 from graftline.kernels.tree_walk import tree_rows, walk_trees
 
-CAPTURE_LOCK = threading.Lock()
-"""A process captures one graph at a time."""
-
-_WARM_UPS = 2
 _FOLLOW_TIMEOUT_S = 60.0
 
 
@@ -86,15 +83,13 @@ class DeviceRounds:
         self._capture = tuple(capture)
         self._num_earlier = num_earlier_features
         self._drafter = drafter
-        self._graphs_wanted = graphs and state.device.type == "cuda"
         self._max_graph_batch = max_graph_batch
         self._inputs: dict[int, _Inputs] = {}
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._graph_memory = torch.cuda.graph_pool_handle() if self._graphs_wanted else None
+        self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
+        self._graph_pool = GraphPool(state.device, captures=graphs)
         self._sampled_slots: set[int] = set()
         self._tells = is_first or not shares_state
         self._newest: dict[int, int] = {}
-        self.graph_bytes = 0
 
     def learn(self, plan: StepPlan) -> None:
         """Takes in openings and page changes, of plans of any kind."""
@@ -125,42 +120,31 @@ class DeviceRounds:
             inputs.payload.copy_(payload, non_blocking=True)
         is_greedy = not any(segment.slot in self._sampled_slots for segment in plan.segments)
         graph = self._graphs.get((size, is_greedy))
-        if graph is None:
-            output = self._round(inputs, is_greedy)
-        else:
-            graph.graph.replay()
-            output = graph.output
+        output = self._round(inputs, is_greedy) if graph is None else graph.replay()
         if self._is_last and not self._is_first:
             self.state.order.launched(plan.microbatch, plan.step)
         return output
 
-    def capture(self, sizes: Sequence[int], progress: Callable[[int], None] = lambda size: None) -> None:
+    def capture(self, sizes: Sequence[int]) -> int:
         """Warms rounds of these sizes up, greedy and sampled, and captures them where graphs are wanted.
 
         Nothing but padding runs: no page, slot or state that is anybody's changes.
+
+        Returns:
+            Bytes of device memory that the graphs took.
         """
         for size in sorted(sizes, reverse=True):  # the largest first: the others' memory fits into its pool
             inputs = self._inputs_of(size)
             inputs.slots.fill_(self.state.padding_slot)
             for is_greedy in (True, False) if self._is_last else (True,):
-                self._warm_up(size, inputs, is_greedy)
-            progress(size)
-
-    def _warm_up(self, size: int, inputs: "_Inputs", is_greedy: bool) -> None:
-        with CAPTURE_LOCK:
-            for _ in range(_WARM_UPS):
-                self._round(inputs, is_greedy)
-            if not self._graphs_wanted or size > self._max_graph_batch:
-                return
-            torch.cuda.synchronize(self.state.device)
-            before = torch.cuda.memory_reserved(self.state.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
-                output = self._round(inputs, is_greedy)
-            self.graph_bytes += torch.cuda.memory_reserved(self.state.device) - before
-            self._graphs[size, is_greedy] = _Graph(graph, output)
-            if not self._is_last:
+                graph = self._graph_pool.capture(
+                    partial(self._round, inputs, is_greedy), wanted=size <= self._max_graph_batch
+                )
+                if graph is not None:
+                    self._graphs[size, is_greedy] = graph
+            if not self._is_last and (size, True) in self._graphs:
                 self._graphs[size, False] = self._graphs[size, True]
+        return sum({id(graph): graph.num_bytes for graph in self._graphs.values()}.values())
 
     def _inputs_of(self, size: int) -> "_Inputs":
         inputs = self._inputs.get(size)
@@ -286,9 +270,3 @@ class _Inputs:
 
     slots: Tensor
     payload: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    output: Tensor

@@ -14,6 +14,7 @@ from torch import Tensor
 from graftline.engine.device_growth import DeviceGrowth, grows_on_device
 from graftline.engine.device_rounds import RoundDrafter, round_sizes
 from graftline.engine.draft_module import DraftModule
+from graftline.engine.draft_scratch import scratch_pages_for
 from graftline.engine.growth_graphs import GrowthGraphs
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.pages import num_pages_for
@@ -39,15 +40,6 @@ class GrowthRoot:
     bonus_token: int
     start: int
     page_ids: Sequence[int]
-
-
-def scratch_pages_for(shape: TreeShape, page_size: int, max_trees: int) -> int:
-    """Scratch pages that growing `max_trees` trees at once takes: per tree a copy of the last partial page, then
-    room for every row of the growth.
-    """
-    if shape.scratch_rows == 0:
-        return 0
-    return max_trees * num_pages_for(page_size - 1 + shape.scratch_rows, page_size)
 
 
 class Drafter:
@@ -165,7 +157,7 @@ class Drafter:
             *self._pool.layer_kv(self._pool.layers[0]),
             depth=depth,
             width=width,
-            num_drafts=min(self._shape.nodes - 1, width + (depth - 1) * width**2),
+            num_drafts=self._shape.num_drafts(width),
         )
         return [
             DraftTree((root.bonus_token, *tree_tokens), (-1, *tree_parents))

@@ -5,15 +5,14 @@ The host knows the roots here, unlike in a decode's rounds; their tables travel 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from graftline.engine.device_growth import DeviceGrowth
-from graftline.engine.device_rounds import CAPTURE_LOCK
+from graftline.engine.graph_capture import CapturedGraph, GraphPool
 from graftline.kernels.upload import upload
-
-_WARM_UPS = 2
 
 
 class GrowthGraphs:
@@ -34,7 +33,7 @@ class GrowthGraphs:
         self._max_pages = max_pages
         self._device = device
         self._sizes: list[_Size] = []
-        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._graph_pool = GraphPool(device)
 
     @property
     def max_trees(self) -> int:
@@ -46,7 +45,8 @@ class GrowthGraphs:
         for trees in sorted(sizes):
             outputs = torch.zeros(trees, self._hidden_size, dtype=self._dtype, device=self._device)
             roots = torch.zeros(trees, 2 + self._max_pages, dtype=torch.int64, device=self._device)
-            self._sizes.append(_Size(trees, outputs, roots, *self._captured(outputs, roots)))
+            graph = self._graph_pool.capture(partial(self._run, outputs, roots))
+            self._sizes.append(_Size(trees, outputs, roots, graph))
 
     def grow(
         self, outputs: Tensor, bonus_tokens: Sequence[int], starts: Sequence[int], tables: Sequence[Sequence[int]]
@@ -71,29 +71,14 @@ class GrowthGraphs:
         rows += [[0] * (2 + self._max_pages)] * (size.trees - count)
         size.roots.copy_(upload(rows, torch.int64, self._device))
         size.outputs[:count] = outputs
-        if size.graph is None:
-            return self._run(size.outputs, size.roots)[:count]
-        size.graph.replay()
-        assert size.trees_out is not None
-        return size.trees_out[:count]
+        trees = self._run(size.outputs, size.roots) if size.graph is None else size.graph.replay()
+        return trees[:count]
 
     def _run(self, outputs: Tensor, roots: Tensor) -> Tensor:
         tokens, parents, counts = self._growth.grow(
             outputs, roots[:, 0].contiguous(), roots[:, 1].int(), roots[:, 2:].int()
         )
         return torch.cat((counts.unsqueeze(1), tokens, parents), dim=1)
-
-    def _captured(self, outputs: Tensor, roots: Tensor) -> "tuple[torch.cuda.CUDAGraph | None, Tensor | None]":
-        with CAPTURE_LOCK:
-            for _ in range(_WARM_UPS):
-                self._run(outputs, roots)
-            if self._device.type != "cuda":
-                return None, None
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                trees = self._run(outputs, roots)
-            return graph, trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +87,10 @@ class _Size:
 
     Attributes:
         roots: [trees, 2 + max_pages] int64: bonus token, committed length, page ids.
-        trees_out: what the graph writes.
+        graph: None where it is not captured.
     """
 
     trees: int
     outputs: Tensor
     roots: Tensor
-    graph: torch.cuda.CUDAGraph | None
-    trees_out: Tensor | None
+    graph: CapturedGraph | None

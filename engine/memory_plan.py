@@ -11,7 +11,7 @@ import torch
 
 from graftline.engine.config import EngineConfig, Role
 from graftline.engine.draft_head.config import DraftHeadConfig, DraftHeadKind
-from graftline.engine.drafter import scratch_pages_for
+from graftline.engine.draft_scratch import scratch_pages_for
 from graftline.engine.kv_pool import KvGeometry
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.hybrid_figures import hybrid_layer_bytes, mtp_bytes

@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from graftline.engine.device_event import mark_stream
 from graftline.errors import InternalError
 
 
@@ -13,16 +14,13 @@ class RoundOrder:
     """The newest round that the last stage has launched, by microbatch."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._changed = threading.Condition()
         self._launched: dict[int, tuple[int, torch.cuda.Event | None]] = {}
 
     def launched(self, microbatch: int, step: int) -> None:
         """The last stage has launched a round on the current stream."""
-        event = None
-        if self._on_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+        event = mark_stream(self._device) if self._device.type == "cuda" else None
         with self._changed:
             self._launched[microbatch] = step, event
             self._changed.notify_all()

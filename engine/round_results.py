@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftline.engine.device_event import mark_stream
 from graftline.engine.last_stage import NO_FINITE_LOGIT
 from graftline.engine.plan import SampledToken, SegmentOutcome, StepPlan, StepResult
 from graftline.engine.round_state import RoundState
@@ -65,8 +66,7 @@ class RoundReader:
             raise RuntimeError("a round could not be read") from self._failure
         rows = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
         rows.copy_(output, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
+        arrived = mark_stream(output.device)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="round-reader", daemon=True)
             self._thread.start()

@@ -50,10 +50,14 @@ class RoundState:
         num_slots: request slots.
         max_len: most tokens of prompt and output of a request.
         shape: of the trees.
+
+    Attributes:
+        path_len: most tokens a round emits for a request.
     """
 
     def __init__(self, num_slots: int, max_len: int, shape: TreeShape, page_size: int, device: torch.device) -> None:
         self.shape = shape
+        self.path_len = shape.path_len
         self.page_size = page_size
         self.device = device
         self.padding_slot = num_slots
@@ -69,11 +73,6 @@ class RoundState:
         self._limits = torch.zeros(num_slots + 1, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
         self._limits[:, 1] = 1.0
         self._draws = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)  # top_k, seed
-
-    @property
-    def path_len(self) -> int:
-        """Most tokens a round emits for a request."""
-        return self.shape.depth + 1 if self.shape.speculates else 1
 
     def open(self, openings: Sequence[SlotOpening]) -> None:
         """Requests take slots: how they are sampled."""

@@ -105,6 +105,11 @@ class Stage:
         if self._last is not None:
             self._last.forget(slot)
 
+    def close(self) -> None:
+        """Ends what the stage runs beside its thread, once nothing is executed any more."""
+        if self._reader is not None:
+            self._reader.close()
+
     def _execute_round(self, plan: StepPlan, payload: Tensor | None, emit: Emit) -> Tensor | None:
         assert self.rounds is not None, "a round of fixed shape on a stage that was not built for them"
         output = self.rounds.run(plan, payload)

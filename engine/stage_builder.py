@@ -1,5 +1,6 @@
 """Builds one stage from a worker's configuration: weights, pools, and on the last stage head and drafter."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ from graftline.engine.verify_state import build_verify_state
 from graftline.engine.warm_up import warm_up
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_backend import Attention, choose_attention
+
+logger = logging.getLogger(__name__)
 
 # Prompts that end in one step of a prefill: more of them grow op by op.
 _GRAPH_TREES = 8
@@ -113,7 +116,8 @@ def build_stage(config: EngineConfig, index: int, round_state: RoundState | None
             shares_state=round_state is not None,
         )
         if device.type == "cuda":
-            rounds.capture(round_sizes(config.max_running))
+            graph_bytes = rounds.capture(round_sizes(config.max_running))
+            logger.info("stage %d: graphs of its rounds take %.0f MiB", index, graph_bytes / (1 << 20))
     if drafter is not None and config.role is Role.PREFILL and config.cuda_graphs and device.type == "cuda":
         drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
     stage = Stage(

@@ -99,6 +99,7 @@ class StageWorker:
         self._enter_device()
         with torch.inference_mode():
             self._end_with(self._compute_plans)
+        self._stage.close()
 
     def _enter_device(self) -> None:
         """Kernels are launched on the thread's current GPU."""

@@ -48,6 +48,15 @@ class TreeShape(msgspec.Struct, frozen=True):
         return self.branching + (self.depth - 1) * self.branching**2
 
     @property
+    def path_len(self) -> int:
+        """Most tokens a verify emits: S drafts and one more."""
+        return self.depth + 1 if self.speculates else 1
+
+    def num_drafts(self, width: int) -> int:
+        """Drafts of a tree none of whose nodes has more than `width` children: K, or a smaller vocabulary."""
+        return min(self.nodes - 1, width + (self.depth - 1) * width**2)
+
+    @property
     def scratch_rows(self) -> int:
         """Drafter rows that growth writes past the committed length: K on every level but the last."""
         return (self.depth - 1) * self.branching if self.speculates else 0

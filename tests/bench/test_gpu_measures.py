@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_world import TinyWorld, prompt
 
-from graftline.bench import gpu_attention, gpu_parity, gpu_speculation
+from graftline.bench import gpu_attention, gpu_parity, gpu_speculation, multi_gpu_configs
 from graftline.bench.gpu_configs import CHAIN, Setting, shape_name
 from graftline.bench.gpu_drafter import measure_drafter, with_measured_lengths
 from graftline.bench.gpu_models import LLAMA_8B, write_dummy_model, write_successor_pair
@@ -28,19 +28,7 @@ from graftline.engine.models.reference import greedy
 from graftline.engine.tree_shape import TreeShape
 from graftline.errors import InvalidRequestError
 
-TINY: dict[str, Any] = {
-    **LLAMA_8B,
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 299,
-}
+TINY: dict[str, Any] = {**multi_gpu_configs.TINY, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from torch import Tensor
 from graftline.engine.draft_head.config import WEIGHTS_FILE, DraftHeadKind
 from graftline.engine.draft_head.random import write_tiny_head
 from graftline.engine.draft_layer import DraftLayer, TargetHead
-from graftline.engine.drafter import Drafter, GrowthRoot, scratch_pages_for
+from graftline.engine.draft_scratch import scratch_pages_for
+from graftline.engine.drafter import Drafter, GrowthRoot
 from graftline.engine.kv_pool import KvGeometry, KvPool
 from graftline.engine.request import DraftTree
 from graftline.engine.tree_shape import TreeShape
@@ -183,6 +184,18 @@ def request(bench: Bench, length: int, seed: int) -> tuple[Tensor, list[int]]:
     return features, torch.randint(0, 259, (length,), generator=generator).tolist()
 
 
+def three_roots(bench: Bench, shape: TreeShape) -> tuple[list[GrowthRoot], list[Tensor], list[DraftTree]]:
+    """Roots of three lengths, the drafter's output at each, and the trees that a naive growth gives them."""
+    roots, outputs, expected = [], [], []
+    for seed, length in enumerate((1, 4, 11)):
+        features, tokens = request(bench, length, seed)
+        pages = bench.pages(length + 1)
+        outputs.append(bench.extend(features, tokens, pages)[-1])
+        roots.append(GrowthRoot(tokens[-1], length, pages))
+        expected.append(naive_tree(bench.naive, features, tokens, shape))
+    return roots, outputs, expected
+
+
 @pytest.mark.parametrize(("shape", "page_size"), SHAPES, ids=str)
 @pytest.mark.parametrize("kind", list(DraftHeadKind))
 @pytest.mark.parametrize("at_once", [True, False])
@@ -193,13 +206,7 @@ def test_trees_are_those_of_a_naive_growth(
     """CASES S33 and contract 5: three roots at once, scratch for two of them; nothing but scratch is written."""
     path = world.eagle if kind is DraftHeadKind.EAGLE else world.eagle3
     bench = Bench(world, path, shape, page_size, max_trees=2, at_once=at_once)
-    roots, outputs, expected = [], [], []
-    for seed, length in enumerate((1, 4, 11)):
-        features, tokens = request(bench, length, seed)
-        pages = bench.pages(length + 1)
-        outputs.append(bench.extend(features, tokens, pages)[-1])
-        roots.append(GrowthRoot(tokens[-1], length, pages))
-        expected.append(naive_tree(bench.naive, features, tokens, shape))
+    roots, outputs, expected = three_roots(bench, shape)
     before = bench.pool.data[: bench.pool.num_pages].clone()
     trees = bench.drafter.grow(torch.stack(outputs), roots)
     assert trees == expected
@@ -218,13 +225,7 @@ def test_trees_grown_on_the_device_are_the_same(world: TinyWorld, shape: TreeSha
     bench = Bench(world, world.eagle3, shape, page_size, max_trees=4, at_once=False)
     if sizes:
         bench.drafter.capture_growth(sizes, torch.float32, CPU)
-    roots, outputs, expected = [], [], []
-    for seed, length in enumerate((1, 4, 11)):
-        features, tokens = request(bench, length, seed)
-        pages = bench.pages(length + 1)
-        outputs.append(bench.extend(features, tokens, pages)[-1])
-        roots.append(GrowthRoot(tokens[-1], length, pages))
-        expected.append(naive_tree(bench.naive, features, tokens, shape))
+    roots, outputs, expected = three_roots(bench, shape)
     before = bench.pool.data[: bench.pool.num_pages].clone()
     growth = bench.drafter.for_rounds.growth
     assert bench.drafter._grow_on_device(growth, torch.stack(outputs), roots) == expected

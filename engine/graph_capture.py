@@ -1,0 +1,63 @@
+"""Work of fixed shape, captured in CUDA graphs that share one memory pool."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WARM_UPS = 2
+# A process captures one graph at a time.
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """Work that reads and writes the same memory whenever it is replayed.
+
+    Attributes:
+        num_bytes: device memory that its capture took on top of what the pool had.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
+    num_bytes: int
+
+    def replay(self) -> Tensor:
+        """Launches the work on the current stream; what it returned before is overwritten."""
+        self.graph.replay()
+        return self.output
+
+
+class GraphPool:
+    """Graphs replayed one after the other, on one stream.
+
+    Args:
+        captures: False to warm up only; so it is on devices other than CUDA.
+    """
+
+    def __init__(self, device: torch.device, *, captures: bool = True) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle() if captures and device.type == "cuda" else None
+
+    def capture(self, run: Callable[[], Tensor], *, wanted: bool = True) -> CapturedGraph | None:
+        """Warms work up, so that everything it needs is compiled and allocated, then captures it.
+
+        Args:
+            wanted: False for work that is too large to be worth a graph.
+
+        Returns:
+            None where nothing is captured.
+        """
+        with _LOCK:
+            for _ in range(_WARM_UPS):
+                run()
+            if self._memory is None or not wanted:
+                return None
+            torch.cuda.synchronize(self._device)
+            before = torch.cuda.memory_reserved(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                output = run()
+            return CapturedGraph(graph, output, torch.cuda.memory_reserved(self._device) - before)
