@@ -89,7 +89,6 @@ class ChaosPlan:
             chunk_tokens=16,
             max_running=8,
             threads=1,
-            stage_timeout_s=5.0,
             quarantine_s=12.0,
             drain_grace_s=3.0,
         )

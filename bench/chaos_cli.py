@@ -84,7 +84,7 @@ def chaos(
 
 def for_real_model(plan: ChaosPlan) -> ChaosPlan:
     """The same for a model that is not tiny: fewer plain answers, the model's own page and chunk sizes."""
-    cluster = replace(plan.cluster, dtype="bfloat16", page_size=16, pages=128, chunk_tokens=64, stage_timeout_s=10.0)
+    cluster = replace(plan.cluster, dtype="bfloat16", page_size=16, pages=128, chunk_tokens=64)
     pool = PoolSize(num_prompts=24, max_prompt_len=160, max_tokens=24)
     return replace(plan, cluster=cluster, pool=pool, callers=min(plan.callers, 6))
 

@@ -58,6 +58,7 @@ class Setting:
             tree=tree or NO_SPECULATION,
             threads=self.threads,
             stage_timeout_s=120.0,
+            step_timeout_s=120.0,
         )
         return msgspec.structs.replace(config, **others)
 

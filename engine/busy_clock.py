@@ -45,6 +45,12 @@ class BusyClock:
         self._collect()
         return self._seconds
 
+    @property
+    def is_pending(self) -> bool:
+        """The GPU is not done with what was launched; from any thread."""
+        self._collect()
+        return bool(self._running)
+
     def _collect(self) -> None:
         with self._lock:
             while self._running and has_passed(self._running[0][1]):

@@ -58,7 +58,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         verify_state: what a decode keeps of draft nodes, of models with recurrent state.
         threads: CPU threads of every stage.
         heartbeat_s: seconds between two heartbeats to every stage.
-        stage_timeout_s: silence after which a stage counts as dead, or a step as hung.
+        stage_timeout_s: heartbeats of so long without an answer mean that a stage is dead or stands still. Threads
+            that do nothing else answer them: a long step is no silence.
+        step_timeout_s: a step without any progress for so long is hung; see `engine/step_watch.py`.
         quarantine_s: how long pages stay out of use when nothing is known of their writer; above the transport's
             own timeout.
         attention_backend: how planned steps attend; see `AttentionBackend`. Every stage settles AUTO for its own
@@ -90,8 +92,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     verify_state: VerifyMode = VerifyMode.REPLAY
     threads: int = 1
-    heartbeat_s: float = 0.5
-    stage_timeout_s: float = 20.0
+    heartbeat_s: float = 0.25
+    stage_timeout_s: float = 2.0
+    step_timeout_s: float = 10.0
     quarantine_s: float = 60.0
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     device_rounds: bool = False
@@ -105,6 +108,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) < 1:
                 raise InvalidRequestError(name, f"{getattr(self, name)} is below 1")
+        for name in ("heartbeat_s", "stage_timeout_s", "step_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequestError(name, f"{getattr(self, name)} is not positive")
         if self.dtype not in ("float32", "bfloat16"):
             raise InvalidRequestError("dtype", f"{self.dtype!r} is neither float32 nor bfloat16")
         if not self.layer_split or min(self.layer_split) < 1:

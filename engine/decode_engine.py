@@ -219,7 +219,7 @@ class DecodeScheduler:
 
     def _beat(self) -> None:
         self._quarantine.expire()
-        self._pipeline.beat(hung_after_s=self._config.stage_timeout_s)
+        self._pipeline.beat()
         self._load = self._snapshot()
 
     def _fail(self, reason: str) -> None:

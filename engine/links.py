@@ -81,6 +81,11 @@ class LocalLink:
             payload.record_stream(stream)
         return message, payload
 
+    @property
+    def is_sending(self) -> bool:
+        """Something waits for the other end."""
+        return not self._queue.empty()
+
     def close(self) -> None:
         """Every receive from now on, once what was sent is read, raises."""
         self._queue.put(_Closed())
@@ -109,6 +114,7 @@ class QueuedSender:
         self._sender = sender
         self._on_failure = on_failure
         self._failure: str | None = None
+        self._is_shipping = False
         self._unsent: queue.SimpleQueue[Callable[[], None] | _Closed] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -121,6 +127,11 @@ class QueuedSender:
             raise PeerUnavailableError(self._failure)
         self._unsent.put(self._sender.prepare(message, payload))
 
+    @property
+    def is_sending(self) -> bool:
+        """Something has not been received by the other end yet."""
+        return self._is_shipping or not self._unsent.empty()
+
     def close(self, timeout_s: float) -> bool:
         """Ends the thread once everything is sent; whether it did in time."""
         self._unsent.put(_Closed())
@@ -129,12 +140,15 @@ class QueuedSender:
 
     def _run(self) -> None:
         while not isinstance(ship := self._unsent.get(), _Closed):
+            self._is_shipping = True
             try:
                 ship()
             except PeerUnavailableError as error:
                 self._failure = str(error)
                 self._on_failure(self._failure)
                 return
+            finally:
+                self._is_shipping = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +159,7 @@ class StageLinks:
     """
 
     upstream: Receiver
-    downstream: Sender | None
+    downstream: QueuedSender | LocalLink | None
     control: Receiver
     results: Sender
     reports: Sender

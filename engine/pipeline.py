@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from graftline.engine.awake_clock import AwakeClock
 from graftline.engine.config import EngineConfig, StageMode
 from graftline.engine.links import HubLinks, LocalLink, QueuedSender, Receiver, Sender, StageLinks
 from graftline.engine.links_distributed import DistributedLink, connect_stages, leave_job
@@ -118,8 +117,7 @@ class Pipeline:
         self._all_ready = threading.Event()
         self._start_failure: str | None = None
         self._alive: dict[int, StageAlive] = {}
-        self._last_heard: dict[int, float] = {}
-        self._awake = AwakeClock()
+        self._answered: dict[int, int] = {}  # the newest heartbeat that a stage answered
         self._sequence = 0
         self._workers: list[StageWorker] = []
         self._children: dict[int, StageProcess] = {}
@@ -171,14 +169,20 @@ class Pipeline:
             self._controls[stage].send(control)
 
     def beat(self) -> None:
-        """Asks every stage for a sign of life and puts a `StageFailed` into the inbox for one that gave none."""
-        self._awake.tick()
-        now = self._awake.now_s
-        self._sequence += 1
+        """Asks every stage for a sign of life and puts a `StageFailed` into the inbox for one that gave none.
+
+        Silence is counted in heartbeats that were not answered: a standstill of this process is no silence of others.
+        """
         self._check_children()
-        for stage, heard in self._last_heard.items():
-            if now - heard > self._config.stage_timeout_s:
-                self._fail(stage, f"silent for {now - heard:.1f} s")
+        beat_s = self._config.heartbeat_s
+        for stage, answered in self._answered.items():
+            silent_s = (self._sequence - answered) * beat_s
+            if silent_s >= self._config.stage_timeout_s:
+                self._fail(stage, f"silent for {silent_s:.1f} s")
+        for alive in self._alive.values():
+            if alive.order_beats * beat_s > self._config.step_timeout_s:
+                self._fail(alive.stage, f"a control message is being obeyed for {alive.order_beats * beat_s:.1f} s")
+        self._sequence += 1
         try:
             self.tell(Heartbeat(self._sequence))
         except PeerUnavailableError as error:
@@ -232,12 +236,12 @@ class Pipeline:
         match report:
             case StageReady(stage=stage, layout=layout):
                 self._layouts[stage] = layout
-                self._last_heard[stage] = self._awake.now_s
+                self._answered[stage] = self._sequence
                 if len(self._layouts) == self._config.num_stages:
                     self._all_ready.set()
-            case StageAlive(stage=stage):
+            case StageAlive(stage=stage, sequence=sequence):
                 self._alive[stage] = report
-                self._last_heard[stage] = self._awake.now_s
+                self._answered[stage] = sequence
             case StageFailed(stage=stage, reason=reason):
                 self._fail(stage, reason)
             case _:
@@ -273,7 +277,11 @@ class Pipeline:
             self._start_local_stage(stage, self._chain[stage], downstream, shared)
 
     def _start_local_stage(
-        self, stage: int, upstream: Receiver, downstream: Sender | None, round_state: RoundState | None = None
+        self,
+        stage: int,
+        upstream: Receiver,
+        downstream: QueuedSender | LocalLink | None,
+        round_state: RoundState | None = None,
     ) -> None:
         control = LocalLink()
         self._controls.append(control)

@@ -196,6 +196,9 @@ class StageAlive(_Message, frozen=True):
         steps: steps computed since start.
         resident_bytes: main memory of the stage's process, shared by all stages that are threads of it.
         device_bytes: GPU memory held by the stage's process; 0 on CPU.
+        working: a step is being computed, or its output has not left yet.
+        cpu_s: processor time of the computing thread since start; 0 where the system does not say.
+        order_beats: heartbeats answered since the control message that is being obeyed was begun.
     """
 
     stage: int
@@ -204,6 +207,9 @@ class StageAlive(_Message, frozen=True):
     steps: int
     resident_bytes: int = 0
     device_bytes: int = 0
+    working: bool = False
+    cpu_s: float = 0.0
+    order_beats: int = 0
 
 
 class StageFailed(_Message, frozen=True):

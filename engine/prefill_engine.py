@@ -200,7 +200,7 @@ class PrefillScheduler:
         self._load = self._snapshot()
 
     def _beat(self) -> None:
-        self._pipeline.beat(hung_after_s=self._config.stage_timeout_s)
+        self._pipeline.beat()
         self._load = self._snapshot()
 
     def _fail(self, reason: str) -> None:

@@ -1,6 +1,10 @@
-"""Runs one stage: a thread that computes plans in order, and one that answers control messages."""
+"""Runs one stage: a thread that computes plans in order, one that obeys control messages, one that answers heartbeats.
+
+Who answers heartbeats does nothing else: a long step or a slow order must not make a live stage look dead.
+"""
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +16,7 @@ from graftline.engine.busy_clock import BusyClock
 from graftline.engine.links import Sender, StageLinks
 from graftline.engine.plan import (
     CancelSends,
+    Control,
     DigestDone,
     DigestUnits,
     ForgetPeer,
@@ -48,8 +53,38 @@ class SharedSender:
             self._sender.send(message, payload)
 
 
+class _Orders:
+    """Control messages on their way from the thread that receives them to the one that obeys."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Control] = queue.SimpleQueue()
+        self._num_begun = 0
+        self._is_obeying = False
+        self._seen = 0
+        self._beats = 0
+
+    def put(self, message: Control) -> None:
+        """Adds a message."""
+        self._waiting.put(message)
+
+    def take(self) -> Control:
+        """The next message, as long as it takes; the one before is done with."""
+        self._is_obeying = False
+        message = self._waiting.get()
+        self._num_begun += 1
+        self._is_obeying = True
+        return message
+
+    def beat(self) -> int:
+        """A heartbeat came: how many have, since the message was begun that is being obeyed."""
+        is_same = self._is_obeying and self._seen == self._num_begun
+        self._seen = self._num_begun
+        self._beats = self._beats + 1 if is_same else 0
+        return self._beats
+
+
 class StageWorker:
-    """The two threads of a stage.
+    """The threads of a stage.
 
     Args:
         on_end: called once, from the thread that ended first, with the reason or None after a `Stop`.
@@ -77,18 +112,22 @@ class StageWorker:
         self._device = device
         self._busy = BusyClock(device)
         self._steps = 0
+        self._in_step = False
+        self._cpu_clock: int | None = None
+        self._orders = _Orders()
         self._threads = (
             threading.Thread(target=self._compute, name=f"stage-{index}-compute", daemon=True),
-            threading.Thread(target=self._obey, name=f"stage-{index}-control", daemon=True),
+            threading.Thread(target=self._obey, name=f"stage-{index}-obey", daemon=True),
+            threading.Thread(target=self._listen, name=f"stage-{index}-control", daemon=True),
         )
 
     def start(self) -> None:
-        """Starts both threads."""
+        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for both threads to end; whether they did."""
+        """Waits for the threads to end; whether they did."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -96,6 +135,7 @@ class StageWorker:
 
     def _compute(self) -> None:
         torch.set_num_threads(self._num_threads)
+        self._cpu_clock = _own_cpu_clock()
         self._enter_device()
         with torch.inference_mode():
             self._end_with(self._compute_plans)
@@ -108,7 +148,13 @@ class StageWorker:
 
     def _obey(self) -> None:
         self._enter_device()
-        self._end_with(self._obey_controls)
+        self._end_with(self._obey_orders)
+
+    def _listen(self) -> None:
+        try:
+            self._end_with(self._take_controls)
+        finally:
+            self._orders.put(Stop())
 
     def _end_with(self, loop: Callable[[], None]) -> None:
         """The border of a stage's threads: whatever ends one is reported and ends the stage."""
@@ -136,11 +182,13 @@ class StageWorker:
         while True:
             message, payload = self._links.upstream.receive()
             if isinstance(message, StepPlan):
+                self._in_step = True
                 with self._busy.step():
                     output = self._stage.execute(message, payload, self._links.results.send)
                 self._steps += 1
                 if downstream is not None:
                     downstream.send(message, output)
+                self._in_step = False
             elif isinstance(message, Stop):
                 if downstream is not None:
                     downstream.send(message)
@@ -148,16 +196,38 @@ class StageWorker:
             else:
                 raise TypeError(f"{type(message).__name__} on the plan link")
 
-    def _obey_controls(self) -> None:
+    def _take_controls(self) -> None:
         while True:
             message, _ = self._links.control.receive()
             match message:
                 case Heartbeat(sequence=sequence):
-                    self._reports.send(
-                        StageAlive(
-                            self._index, sequence, self._busy.seconds, self._steps, resident_bytes(), device_bytes()
-                        )
-                    )
+                    self._reports.send(self._sign_of_life(sequence))
+                case Stop():
+                    return  # who called hands it on
+                case SendOrder() | DigestUnits() | CancelSends() | PairPeer() | ForgetPeer():
+                    self._orders.put(message)
+                case _:
+                    raise TypeError(f"{type(message).__name__} on the control link")
+
+    def _sign_of_life(self, sequence: int) -> StageAlive:
+        downstream = self._links.downstream
+        is_sending = downstream is not None and downstream.is_sending
+        return StageAlive(
+            self._index,
+            sequence,
+            self._busy.seconds,
+            self._steps,
+            resident_bytes(),
+            device_bytes(),
+            working=self._in_step or is_sending or self._busy.is_pending,
+            cpu_s=_cpu_seconds(self._cpu_clock),
+            order_beats=self._orders.beat(),
+        )
+
+    def _obey_orders(self) -> None:
+        while True:
+            message = self._orders.take()
+            match message:
                 case SendOrder():
                     self._port.send(message, self._ready(message), self._done)
                 case DigestUnits(check=check, units=units):
@@ -171,8 +241,6 @@ class StageWorker:
                 case Stop():
                     self._port.close()
                     return
-                case _:
-                    raise TypeError(f"{type(message).__name__} on the control link")
 
     def _ready(self, order: SendOrder) -> Callable[[float], bool]:
         is_draft = order.pool is SentPool.DRAFT
@@ -185,3 +253,19 @@ class StageWorker:
             )
         except PeerUnavailableError:
             logger.warning("stage %d could not report order %d", self._index, done.order)
+
+
+def _own_cpu_clock() -> int | None:
+    """The calling thread's processor time, for other threads to read; None where there is no such clock."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    return time.pthread_getcpuclockid(threading.get_ident())
+
+
+def _cpu_seconds(clock: int | None) -> float:
+    if clock is None:
+        return 0.0
+    try:
+        return time.clock_gettime(clock)
+    except OSError:  # the thread has ended
+        return 0.0

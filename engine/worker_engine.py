@@ -22,6 +22,7 @@ from graftline.engine.plan import Report, StageAlive
 from graftline.engine.prefill_engine import PrefillScheduler
 from graftline.engine.service_api import EngineLoad
 from graftline.engine.step_pipeline import StepPipeline
+from graftline.engine.step_watch import StepWatch
 from graftline.engine.transfer_port import TransferPort
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def start_prefill_engine(
         logger.info("no prefix cache: recurrent state goes with a whole prompt only")
         config = msgspec.structs.replace(config, prefix_cache=False)
     scheduler = PrefillScheduler(
-        config, StepPipeline(pipeline), facts.context_len, facts.card.vocab_size, facts.has_state
+        config, _watched(pipeline, config), facts.context_len, facts.card.vocab_size, facts.has_state
     )
     _run(scheduler, pipeline, inbox, timeout_s)
     return WorkerEngine(facts, scheduler, pipeline)
@@ -150,7 +151,7 @@ def start_decode_engine(
     assert config.role is Role.DECODE
     facts, inbox, pipeline = _prepare(config, port, command)
     scheduler = DecodeScheduler(
-        config, StepPipeline(pipeline), facts.context_len, facts.card.vocab_size, facts.has_state
+        config, _watched(pipeline, config), facts.context_len, facts.card.vocab_size, facts.has_state
     )
     _run(scheduler, pipeline, inbox, timeout_s)
     return WorkerEngine(facts, scheduler, pipeline)
@@ -174,6 +175,11 @@ def _prepare(
     check_split(config.layer_split, checkpoint.config.num_layers)
     inbox = _LateInbox()
     return worker_facts(config, checkpoint), inbox, Pipeline(config, port, command, inbox)
+
+
+def _watched(pipeline: Pipeline, config: EngineConfig) -> StepPipeline:
+    watch = StepWatch(config.heartbeat_s, config.stage_timeout_s, config.step_timeout_s)
+    return StepPipeline(pipeline, watch)
 
 
 def _run(

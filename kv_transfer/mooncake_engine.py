@@ -86,8 +86,8 @@ class MooncakeConfig:
     host: str
     protocol: str = "tcp"
     device: str = ""
-    stall_timeout_s: int = 10
-    contact_timeout_s: float = 5.0
+    stall_timeout_s: int = 2
+    contact_timeout_s: float = 2.0
     max_in_flight: int = 16
     max_copy_bytes: int = 4 << 20
     copies_per_batch: int = 1
@@ -131,7 +131,7 @@ class MooncakeConfig:
         return settings
 
 
-def intra_node_config(host: str, stall_timeout_s: int = 10) -> MooncakeConfig:
+def intra_node_config(host: str, stall_timeout_s: int = 2) -> MooncakeConfig:
     """For GPU pools and peers on this host. The engine copies on a CUDA stream of the calling thread: copies of one
     batch end together, need not be cut, and are over in microseconds to milliseconds.
     """

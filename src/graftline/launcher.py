@@ -85,7 +85,8 @@ class ClusterSpec:
     prefix_cache: bool = True
     verify_state: VerifyMode = VerifyMode.REPLAY
     threads: int = 0
-    stage_timeout_s: float = 20.0
+    stage_timeout_s: float = 2.0
+    step_timeout_s: float = 10.0
     quarantine_s: float = 60.0
     preempt_every: int = 0
     transport: TransportName = TransportName.MOONCAKE

@@ -1,14 +1,38 @@
-"""`python stage_main.py`'s module: the process of a later stage under test, without any transfers."""
+"""`python stage_main.py`'s module: the process of a later stage under test, without any transfers.
+
+`SLOW_STEP` in the environment makes one step take so many seconds longer: step number, colon, seconds.
+"""
 
 import ctypes
+import os
 import signal
 import sys
+import time
+from typing import Any
 
+from graftline.engine.plan import StepPlan
+from graftline.engine.stage import Stage
 from graftline.engine.stage_process import config_from_environment, run_stage
 from graftline.engine.transfer_port import NoTransfer
 
 PR_SET_PDEATHSIG = 1
 
+
+def slow_down(step: int, seconds: float) -> None:
+    """Lets one step of this process's stage take longer."""
+    execute = Stage.execute
+
+    def slowly(self: Stage, plan: StepPlan, *rest: Any) -> Any:
+        if plan.step == step:
+            time.sleep(seconds)
+        return execute(self, plan, *rest)
+
+    Stage.execute = slowly  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    if "SLOW_STEP" in os.environ:
+        number, _, duration = os.environ["SLOW_STEP"].partition(":")
+        slow_down(int(number), float(duration))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.exit(run_stage(config_from_environment(), lambda stage: NoTransfer()))

@@ -4,6 +4,7 @@ import asyncio
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -24,7 +25,7 @@ from graftline.proto.v1 import worker_pb2
 from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
 from graftline.worker.config import WorkerConfig
-from graftline.worker.host import engine_trouble
+from graftline.worker.host import EngineWatch
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -220,10 +221,15 @@ async def test_a_hung_engine_loop_is_noticed() -> None:
         assert prefill.host.failed.is_set()
 
 
-def test_engine_trouble() -> None:
-    load = FakePrefillEngine().load()
-    assert engine_trouble(load, 5.0, clock=lambda: 4.0) is None
-    assert "6.0 s" in str(engine_trouble(load, 5.0, clock=lambda: 6.0))
+def test_silence_of_an_engine_is_counted_in_looks() -> None:
+    """However late a look is, it is one: a worker that stood still as a whole does not fail its engine."""
+    load = replace(FakePrefillEngine().load(), taken_s=1.0)
+    watch = EngineWatch(look_s=0.5, silence_s=2.0)
+    assert [watch.look(load) for _ in range(4)] == [None] * 4
+    assert watch.look(replace(load, taken_s=2.0)) is None
+    assert [watch.look(replace(load, taken_s=2.0)) for _ in range(3)] == [None] * 3
+    assert watch.look(replace(load, taken_s=2.0)) == "its loop has not turned for 2.0 s"
+    assert watch.look(replace(load, taken_s=3.0, failed="out of memory")) == "out of memory"
 
 
 async def test_leaving_waits_for_transfers() -> None:

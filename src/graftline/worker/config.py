@@ -46,7 +46,7 @@ class TransferConfig:
 
     transport: TransportName = TransportName.MOONCAKE
     host: str = "127.0.0.1"
-    stall_timeout_s: float = 10.0
+    stall_timeout_s: float = 2.0
     order_timeout_s: float = 30.0
     protocol: TransferProtocol = TransferProtocol.AUTO
     rdma_devices: str = ""
@@ -84,7 +84,7 @@ class WorkerConfig:
     start_timeout_s: float = 300.0
     drain_grace_s: float = 30.0
     stop_timeout_s: float = 15.0
-    engine_silence_s: float = 30.0
+    engine_silence_s: float = 2.5
     watch_interval_s: float = 0.5
     peer_silence_s: float = PEER_SILENCE_S
     tracer: Tracer = NO_TRACER

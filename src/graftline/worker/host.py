@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 WORKER_SERVICE_NAME = "graftline.v1.WorkerService"
 _MONITOR_S = 0.1
-_SILENT_LOOKS = 20
 _LAST_MESSAGES_S = 1.0
 _ROLES = {
     ProcessRole.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
@@ -158,15 +156,11 @@ class WorkerHost:
         return server
 
     async def _monitor(self) -> None:
-        """Notices an engine that failed or hangs. Silence has to last: after a standstill of this whole process the
-        engine's thread may come later than this one.
-        """
-        num_silent = 0
+        """Notices an engine that failed or hangs."""
+        watch = EngineWatch(_MONITOR_S, self._config.engine_silence_s)
         while True:
-            load = self._engine.load()
-            reason = engine_trouble(load, self._config.engine_silence_s)
-            num_silent = num_silent + 1 if reason is not None else 0
-            if reason is not None and (load.failed is not None or num_silent > _SILENT_LOOKS):
+            reason = watch.look(self._engine.load())
+            if reason is not None:
                 await self._fail(reason)
                 return
             await asyncio.sleep(_MONITOR_S)
@@ -182,11 +176,22 @@ class WorkerHost:
         self.failed.set()
 
 
-def engine_trouble(load: EngineLoad, silence_s: float, clock: Callable[[], float] = time.monotonic) -> str | None:
-    """Why an engine cannot be relied on any more, or None."""
-    if load.failed is not None:
-        return load.failed
-    silent_s = clock() - load.taken_s
-    if silent_s > silence_s:
-        return f"its loop has not turned for {silent_s:.1f} s"
-    return None
+class EngineWatch:
+    """Looks at an engine again and again. Silence is counted in looks: after a standstill of this whole process the
+    engine's thread may come later than the one that looks.
+    """
+
+    def __init__(self, look_s: float, silence_s: float) -> None:
+        self._look_s = look_s
+        self._silence_s = silence_s
+        self._last_turn_s = -1.0
+        self._num_silent = 0
+
+    def look(self, load: EngineLoad) -> str | None:
+        """Why the engine cannot be relied on any more, or None."""
+        if load.failed is not None:
+            return load.failed
+        self._num_silent = self._num_silent + 1 if load.taken_s == self._last_turn_s else 0
+        self._last_turn_s = load.taken_s
+        silent_s = self._num_silent * self._look_s
+        return f"its loop has not turned for {silent_s:.1f} s" if silent_s >= self._silence_s else None

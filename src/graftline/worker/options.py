@@ -91,7 +91,8 @@ class EngineOptions:
     cuda_graphs: bool = True
     overlap: bool = True
     threads: int = 0
-    stage_timeout_s: float = 20.0
+    stage_timeout_s: float = 2.0
+    step_timeout_s: float = 10.0
     quarantine_s: float = 60.0
     preempt_every: int = 0
 
@@ -136,6 +137,7 @@ def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host(
         overlap=options.overlap,
         threads=options.threads or threads_per_stage(options.stages),
         stage_timeout_s=options.stage_timeout_s,
+        step_timeout_s=options.step_timeout_s,
         quarantine_s=options.quarantine_s,
         preempt_every=options.preempt_every,
     )
