@@ -8,7 +8,6 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,6 +46,7 @@ from graftline.engine.service_api import (
 )
 from graftline.engine.slots import SlotPool
 from graftline.engine.step_pipeline import StepPipeline
+from graftline.engine.waiting_line import WaitingLine
 from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class DecodeScheduler:
         self._slots = SlotPool(config.max_running)
         self._quarantine = Quarantine(self._pages, self._slots, config.quarantine_s)
         self._requests: dict[RequestKey, DecodeRequest] = {}
-        self._line: deque[DecodeRequest] = deque()
+        self._line: WaitingLine[DecodeRequest] = WaitingLine()
         self._batches = MicrobatchSet(config.num_stages, config.rounds_ahead)
         self._steps = itertools.count()
         self._orders = itertools.count()
@@ -248,18 +248,20 @@ class DecodeScheduler:
         self._line.append(waiting)
 
     def _reserve_from_line(self) -> None:
-        while self._line:
-            request = self._line[0]
-            wanted = num_pages_for(len(request.request.token_ids), self._config.page_size)
-            headroom = self._batches.num_requests if self._requests else 0
-            alone = self._batches.num_requests == 0 and not self._reserved_others(request)
-            if self._slots.num_free == 0 or self._pages.num_available < wanted + (0 if alone else headroom):
-                return
-            self._line.popleft()
-            request.pages = self._pages.allocate(wanted)
+        while self._slots.num_free and (request := self._line.take(self._fits)) is not None:
+            request.pages = self._pages.allocate(self._prompt_pages(request))
             request.slot = self._slots.take()
             request.phase = Phase.RESERVED
             request.deliver(Reserved(Destination(tuple(request.pages), request.slot)))
+
+    def _fits(self, request: DecodeRequest) -> bool:
+        """Whether there are pages for its prompt, and one for everybody who runs."""
+        alone = self._batches.num_requests == 0 and not self._reserved_others(request)
+        headroom = 0 if alone else self._batches.num_requests
+        return self._pages.num_available >= self._prompt_pages(request) + headroom
+
+    def _prompt_pages(self, request: DecodeRequest) -> int:
+        return num_pages_for(len(request.request.token_ids), self._config.page_size)
 
     def _reserved_others(self, request: DecodeRequest) -> bool:
         return any(other.phase is Phase.RESERVED for other in self._requests.values() if other is not request)
@@ -470,6 +472,7 @@ class DecodeScheduler:
         self.totals.rounds += 1
         self._preempt_wanted(batch)
         self._force_preemption(batch)
+        self._batches.level(batch)
 
     def _apply_outcome(self, request: DecodeRequest, outcome: SegmentOutcome) -> None:
         if request.ended:

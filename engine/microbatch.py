@@ -28,7 +28,7 @@ class Microbatch:
 
 
 class MicrobatchSet:
-    """As many microbatches as stages, filled evenly.
+    """As many microbatches as stages, filled evenly and kept even: an empty one leaves a stage without work.
 
     Args:
         rounds_ahead: rounds that one microbatch may have under way.
@@ -57,6 +57,18 @@ class MicrobatchSet:
             if request in batch.members:
                 batch.members.remove(request)
                 return
+
+    def level(self, batch: Microbatch) -> None:
+        """Moves the latest come of a microbatch that has just landed to the smallest one, until they differ by one at
+        most. Only who has no round under way can move.
+        """
+        smallest = min(self._batches, key=lambda other: len(other.members))
+        for request in reversed(batch.members.copy()):
+            if len(batch.members) - len(smallest.members) < 2:
+                return
+            if not request.in_flight:
+                batch.members.remove(request)
+                smallest.members.append(request)
 
     def landed(self, index: int, step: int) -> Microbatch:
         """The round `step` of a microbatch is over."""

@@ -7,10 +7,10 @@ stage sends from them.
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from graftline.engine.chunk_share import share_chunk
 from graftline.engine.config import EngineConfig
 from graftline.engine.decode_engine import check_request
 from graftline.engine.decode_request import slot_opening
@@ -49,6 +49,7 @@ from graftline.engine.service_api import (
 from graftline.engine.slots import SlotPool
 from graftline.engine.step_pipeline import StepPipeline
 from graftline.engine.transfer_port import page_pairs
+from graftline.engine.waiting_line import WaitingLine
 from graftline.errors import OutOfCapacityError, PeerUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class PrefillScheduler:
         self._pages = PageAllocator(config.num_pages)
         self._slots = SlotPool(config.max_running)
         self._jobs: dict[RequestKey, PrefillJob] = {}
-        self._line: deque[PrefillJob] = deque()
+        self._line: WaitingLine[PrefillJob] = WaitingLine()
         self._computing: list[PrefillJob] = []
         self._by_step: dict[int, list[PrefillJob]] = {}
         self._by_order: dict[int, PrefillJob] = {}
@@ -237,12 +238,8 @@ class PrefillScheduler:
         return None
 
     def _admit(self) -> None:
-        """Gives waiting jobs pages and a slot, in order of arrival, as long as there are any."""
-        while self._line and len(self._computing) < self._config.max_running:
-            job = self._line[0]
-            if self._slots.num_free == 0 or not self._find_pages(job):
-                return
-            self._line.popleft()
+        """Gives waiting jobs pages and a slot as long as there are any."""
+        while self._slots.num_free and (job := self._line.take(self._find_pages)) is not None:
             job.slot = self._slots.take()
             job.scheduled_s = time.monotonic()
             self._computing.append(job)
@@ -283,25 +280,22 @@ class PrefillScheduler:
 
     def _launch(self) -> bool:
         """Plans one step out of the jobs that have prompt left; whether there was anything to plan."""
-        budget = self._config.chunk_tokens
         openings: list[SlotOpening] = []
         changes: list[PageChange] = []
         segments: list[Segment] = []
         jobs: list[PrefillJob] = []
-        for job in self._computing:
-            if job.is_planned or job.is_ending:
+        open_jobs = [job for job in self._computing if not (job.is_planned or job.is_ending)]
+        shares = share_chunk([job.prompt_len - job.planned for job in open_jobs], self._config.chunk_tokens)
+        for job, count in zip(open_jobs, shares, strict=True):
+            if count == 0:
                 continue
             if job.chunks == 0:
                 openings.append(slot_opening(job.request, int(job.slot)))
                 changes.append(PageChange(int(job.slot), 0, [int(page) for page in job.pages]))
-            count = min(budget, job.prompt_len - job.planned)
             segments.append(self._chunk(job, count))
             jobs.append(job)
             job.planned += count
             job.chunks += 1
-            budget -= count
-            if budget == 0:
-                break
         if not segments:
             return False
         self._start_step(StepPlan(next(self._steps), 0, openings, changes, segments, early_tokens=True), jobs)

@@ -35,8 +35,8 @@ class HealthConfig:
     Attributes:
         watch_interval_s: asked of workers between two load messages.
         hang_timeout_s: no message for this long means hung.
-        stall_timeout_s: messages, but no progress with work at hand, for this long means hung too. A worker whose stages
-            answer heartbeats progresses, however long a step takes.
+        stall_timeout_s: messages, but no progress with work at hand, for this long means hung too. A worker whose
+            stages answer heartbeats progresses, however long a step takes.
         connect_timeout_s: for Describe and the first Watch message.
         reconnect_max_s: longest pause between two attempts to reach a worker.
         breaker_failures: consecutive failed requests that open a worker's breaker.

@@ -115,7 +115,7 @@ def test_requests_that_need_more_than_tokens_share_a_batch(world: TinyWorld) -> 
 
 @pytest.mark.parametrize(("num_pages", "preempt_every"), [(12, 0), (64, 3), (9, 2)])
 def test_pressure_and_preemption(world: TinyWorld, num_pages: int, preempt_every: int) -> None:
-    """CASES M01: a pool too small for all, with rounds under way when pages run out."""
+    """CASES R01: a pool too small for all, with rounds under way when pages run out."""
     asks = [Ask(token_ids=prompt(5 + index, index), max_tokens=18) for index in range(5)]
     with local_pair(
         world.plain.path, world.eagle, num_pages=num_pages, decode=rounds(preempt_every=preempt_every)
@@ -134,7 +134,7 @@ def test_up_to_the_end_of_the_context(world: TinyWorld) -> None:
 
 
 def test_cancels_while_rounds_are_under_way(world: TinyWorld) -> None:
-    """What a round launched ahead writes lands in pages that nobody else has yet (CASES M03)."""
+    """What a round launched ahead writes lands in pages that nobody else has yet (CASES B01)."""
 
     def hook(call: Call, event: object) -> None:
         if isinstance(event, Tokens):

@@ -475,3 +475,64 @@ def test_waves_down_to_empty_and_back(world: TinyWorld) -> None:
             answers = pair.run([Ask(token_ids=prompt(1 + 9 * seed, wave), max_tokens=3) for seed in range(4)])
             assert all(map(_is_whole, answers))
             pair.assert_quiescent()
+
+
+def test_short_prompts_do_not_wait_for_a_long_one(world: TinyWorld) -> None:
+    """A prompt of 25 chunks, then three of half a chunk: these have their first tokens long before it."""
+    order: list[int] = []
+
+    def hook(call: Call, event: Event) -> None:
+        if isinstance(event, FirstToken):
+            order.append(len(call.ask.token_ids))
+
+    asks = [Ask(token_ids=prompt(length), max_tokens=3, on_event=hook) for length in (200, 4, 5, 6)]
+    with local_pair(world.plain.path, world.eagle, chunk_tokens=8, prefill_split=(2, 2)) as pair:
+        answers = pair.run(asks)
+    assert sorted(order[:3]) == [4, 5, 6]
+    assert [answer.ids for answer in answers] == [world.plain.answer(ask.token_ids, 3) for ask in asks]
+    assert answers[0].handoffs[0].chunks <= 30
+
+
+def test_who_fits_overtakes_who_does_not(world: TinyWorld) -> None:
+    """A prompt that needs more pages than are free lets shorter ones pass, on both sides, and gets its turn."""
+    ended: list[int] = []
+
+    def hook(call: Call, event: Event) -> None:
+        if isinstance(event, DecodeFinished):
+            ended.append(len(call.ask.token_ids))
+
+    with local_pair(world.plain.path, world.eagle, num_pages=16) as pair:
+        pair.network.hold()
+        holder = pair.submit(Ask(token_ids=prompt(24), max_tokens=4, on_event=hook))  # 6 of 16 pages
+        pair.pump(lambda: pair.decode.load().pages.used == 6)
+        rest = [pair.submit(Ask(token_ids=prompt(length), max_tokens=4, on_event=hook)) for length in (50, 7, 8)]
+        pair.pump(lambda: pair.decode.load().slots_free == 16 - 3)
+        assert [pair.decode.load().queued, pair.prefill.load().queued] == [0, 1]
+        pair.network.let_go()
+        answers = pair.finish([holder, *rest])
+    assert ended[-1] == 50
+    for call, answer in zip([holder, *rest], answers, strict=True):
+        assert answer.ids == world.plain.answer(call.ask.token_ids, 4)
+
+
+def test_an_overload_leaves_no_trace(world: TinyWorld) -> None:
+    """CASES R05: after preemptions the same requests take as many rounds, alone and together, as before them."""
+
+    def rounds_of(asks: list[Ask], concurrency: int) -> tuple[int, int]:
+        before = pair.decode.totals.rounds
+        answers = pair.run(asks, concurrency=concurrency)
+        assert [answer.ids for answer in answers] == [world.plain.answer(ask.token_ids, 12) for ask in asks]
+        assert all(answer.num_attempts == 1 for answer in answers)
+        return pair.decode.totals.rounds - before, sum(answer.total.rounds for answer in answers)
+
+    with local_pair(world.plain.path, world.eagle, num_pages=20, decode_split=(2, 2)) as pair:
+        light = [Ask(token_ids=prompt(9, seed), max_tokens=12) for seed in range(4)]
+        alone, together = rounds_of(light, 1), rounds_of(light, 2)
+        pair.run([Ask(token_ids=prompt(11, seed), max_tokens=40) for seed in range(12)])
+        assert pair.decode.totals.preemptions > 0
+        pair.assert_quiescent()
+        assert rounds_of(light, 1) == alone
+        rounds, requests_rounds = rounds_of(light, 2)
+        assert requests_rounds == together[1]
+        assert rounds * 0.8 <= together[0]
+        assert pair.decode.load().pages.free == 20

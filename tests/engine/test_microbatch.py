@@ -47,6 +47,25 @@ def test_rounds_ahead_land_in_order() -> None:
         batches.landed(0, 5)
 
 
+def test_microbatches_are_kept_even() -> None:
+    """CASES P21: requests that end unevenly leave no stage without work; who has a round under way stays."""
+    batches = MicrobatchSet(2)
+    members = [member(order) for order in range(6)]
+    for request in members:
+        batches.add(request)
+    first, second = batches.ready()
+    for request in (members[1], members[3], members[5]):
+        batches.remove(request)
+    members[4].launched.append(1)
+    batches.level(first)
+    assert ([m.order for m in first.members], [m.order for m in second.members]) == ([0, 4], [2])
+    batches.level(first)
+    assert [m.order for m in second.members] == [2]
+    batches.remove(members[2])
+    batches.level(first)
+    assert ([m.order for m in first.members], [m.order for m in second.members]) == ([4], [0])
+
+
 def test_the_youngest_gives_way() -> None:
     batches = MicrobatchSet(2)
     members = [member(order) for order in (4, 6, 5)]

@@ -56,7 +56,7 @@ def test_draws_equal_the_reference(vocabulary: int, temperature: float, k: int, 
 
 
 def test_a_draw_depends_on_its_own_row_only() -> None:
-    """CASES S09: the same seed gives the same token alone, in any batch and in any order; S18's resumes rely on it."""
+    """CASES S09: the same seed gives the same token alone, in any batch and in any order; resumes rely on it."""
     logits = 2 * normal(9, 3000, seed=1)
     rows, positions = params(9, 0.9, 50, 0.95), torch.arange(9)
     together = sample(logits, rows, positions)
