@@ -33,6 +33,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(num_layers: int) -> None:
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(4, 5), (4, 0), (0, 1)])
 def test_more_stages_than_layers_are_refused(num_layers: int, num_stages: int) -> None:
+    """CASES P10: at the start, by name."""
     with pytest.raises(InvalidRequestError, match="num_stages"):
         automatic_split(num_layers, num_stages, 1.0)
 
@@ -50,6 +51,7 @@ def test_what_is_no_split_is_refused(text: str) -> None:
 
 
 def test_a_split_that_does_not_cover_the_model_is_refused() -> None:
+    """CASES P10: at the start, with both numbers."""
     with pytest.raises(InvalidRequestError, match=r"\(1, 2\) sums to 3, the model has 4"):
         check_split((1, 2), 4)
 

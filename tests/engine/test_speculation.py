@@ -58,7 +58,7 @@ def test_an_end_at_every_offset_of_accepted_runs(world: TinyWorld, offset: int) 
 
 
 def test_ends_may_be_ignored_or_held_back(world: TinyWorld) -> None:
-    """CASES S04, A07: min_tokens and an ignored end, with speculation as without; every attempt counts on."""
+    """CASES A04, A07, S04: min_tokens and an ignored end, with speculation as without; every attempt counts on."""
     expected = world.markov.answer(prompt(6), 16)
     stop = frozenset({expected[2]})
     results = []

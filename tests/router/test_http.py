@@ -169,6 +169,8 @@ BAD = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_regex": "[0-9]{3}"}, "guided_regex"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"nonsense": 1}, "nonsense"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"magic": 1}}, "magic"),
@@ -177,7 +179,7 @@ BAD = [
 
 
 async def test_bad_bodies_are_refused_with_the_field_and_the_next_request_is_served() -> None:
-    """CASES I05, I07, I16, I17, and the refusal of fields this server does not implement."""
+    """CASES I05, I07, I16, I17, S08, S34, and the refusal of fields this server does not implement."""
     worker = decode()
     async with http(prefill(), worker) as (h, client):
         for changes, param in BAD:

@@ -54,7 +54,7 @@ def run(ids: list[int], cuts: list[int], **fields: Any) -> tuple[str, list[int],
 def test_the_split_into_rounds_changes_nothing(
     ids: list[int], cuts: list[int], stop: list[str], min_tokens: int, ignore_eos: bool
 ) -> None:
-    """CASES S01, S03, S04, I13."""
+    """CASES A04, S01, S03, S04, I13: nor does it matter that the first token comes by itself, from another worker."""
     fields = {"stop": stop, "min_tokens": min_tokens, "ignore_eos": ignore_eos, "max_tokens": 15}
     whole = run(ids, [], **fields)
     assert run(ids, cuts, **fields) == whole
