@@ -243,6 +243,7 @@ def test_a_slow_step_is_no_hang_and_a_frozen_stage_is(
         reason = failure_of(reserved, within_s=20).reason
         assert reason.startswith("stage 1: silent for")
         assert time.monotonic() - stopped < 3.0
+        stages[0].wait(5)  # ended for good, so that a restart need not wait for it
 
 
 def test_a_stage_that_cannot_start_is_named(world: TinyWorld, caplog: pytest.LogCaptureFixture) -> None:
