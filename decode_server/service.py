@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from graftline.decode_server import handoff
 from graftline.decode_server.attempt import Attempt
+from graftline.decode_server.call_stream import CallStream
 from graftline.decode_server.peers import Peer, PrefillPeers
 from graftline.decode_server.settings import ServiceSettings
 from graftline.decode_server.traces import AttemptTrace, call_attributes
@@ -159,6 +160,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._admitting = True
         self._num_calls = 0
         self._open: set[Attempt] = set()
+        self._streams: set[CallStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -170,8 +172,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         return len(self._open)
 
     def stop_admitting(self) -> None:
-        """From now on new calls are answered UNAVAILABLE."""
+        """From now on new calls are answered UNAVAILABLE; streams of calls end with the last call on them."""
         self._admitting = False
+        for stream in self._streams:
+            stream.close_when_idle()
 
     def cancel_all(self) -> None:
         """Ends everything that is open; the router may go on elsewhere."""
@@ -188,6 +192,18 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         await self._idle.wait()
 
     # --- RPC -------------------------------------------------------------------------------------------------
+
+    async def GenerateMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        """Calls of `Generate` over one stream, as a router makes them."""
+        async with rpc_border(context, leg=Leg.DECODE):
+            if not self._admitting:
+                raise PeerUnavailableError("this decode is about to stop")
+            stream = CallStream(context, self.Generate, self._settings.send_timeout_s)
+            self._streams.add(stream)
+            try:
+                await stream.serve()
+            finally:
+                self._streams.discard(stream)
 
     async def Generate(self, request: decode_pb2.DecodeServiceGenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """One request; the last message of a stream that ends well is `finished`."""

@@ -108,6 +108,7 @@ TABLE: dict[type[GraftlineError], _Mapping] = {
     InternalError: _Mapping(grpc.StatusCode.INTERNAL, lambda message, _: InternalError(message)),
 }
 _BY_REASON = {error_class.__name__: mapping for error_class, mapping in TABLE.items()}
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 # What a status without our details means: it came from gRPC itself.
 _BY_CODE: dict[grpc.StatusCode, Callable[[str, _Details], GraftlineError]] = {
     **{mapping.code: mapping.rebuild for mapping in TABLE.values()},
@@ -179,7 +180,20 @@ def failure_from_rpc(exc: grpc.RpcError) -> Failure:
     """What a failed call (aio or sync) said: typed error, code, leg and figures of the attempt."""
     code = exc.code() if hasattr(exc, "code") else grpc.StatusCode.UNKNOWN
     message = (exc.details() if hasattr(exc, "details") else None) or code.name
-    status = _status_of_call(exc)
+    return _failure(code, message, _status_of_call(exc))
+
+
+def failure_from_status(packed: bytes) -> Failure | None:
+    """The same from a serialized `google.rpc.Status`; None when it says OK."""
+    try:
+        status = status_pb2.Status.FromString(packed)
+    except DecodeError:
+        return _failure(grpc.StatusCode.UNKNOWN, "a status that cannot be read", None)
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return None if code is grpc.StatusCode.OK else _failure(code, status.message or code.name, status)
+
+
+def _failure(code: grpc.StatusCode, message: str, status: status_pb2.Status | None) -> Failure:
     info = error_details_pb2.ErrorInfo()
     violation: tuple[str, str] | None = None
     retry_after_s: float | None = None

@@ -9,9 +9,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
-from grpc import aio
 
 from graftline.errors import (
     CancelledRequestError,
@@ -22,8 +22,7 @@ from graftline.errors import (
     PeerUnavailableError,
     PreemptedError,
 )
-from graftline.proto.channel import Metadata
-from graftline.proto.status import Failure, Leg, failure_from_rpc
+from graftline.proto.status import Failure, Leg
 from graftline.proto.v1.common_pb2 import Usage
 from graftline.proto.v1.decode_pb2 import (
     DecodeFinished,
@@ -32,6 +31,7 @@ from graftline.proto.v1.decode_pb2 import (
     DecodeTokens,
 )
 from graftline.proto.v1.router_pb2 import GenerateFinish
+from graftline.router.decode_stream import DecodeCall
 from graftline.router.figures import SpeculationFigures
 from graftline.router.observer import RequestObserver
 from graftline.router.pair_search import Fleet, PairSearch
@@ -129,70 +129,54 @@ class ChoiceRun:
         """One call of a decode. None: the choice has ended and said so."""
         description = claim.pair.decode.description
         self._figures.attempt_started(description.draft_nodes if description else 0)
-        decode = claim.pair.decode.decode
-        call: aio.UnaryStreamCall[DecodeServiceGenerateRequest, DecodeServiceGenerateResponse] = decode.Generate(
-            self._request(claim.pair, demand), timeout=self._remaining_s(), metadata=self._metadata
-        )
-        claim.attach(call.cancel)
-        try:
-            with SilenceTimer(self._fleet.limits.silence_timeout_s, claim) as silence:
-                failure = await self._follow(call, claim, silence)
-        except asyncio.CancelledError:
-            failure = _revoked(claim)
-        except aio.AioRpcError as error:
-            failure = failure_from_rpc(error)
-        finally:
-            call.cancel()
-        if failure is None or self._transcript.ending is None:
-            return failure
-        # Every token came; only the decode's report is missing.
-        self._finish(claim.pair, None)
-        return None
-
-    async def _follow(
-        self,
-        call: "aio.UnaryStreamCall[DecodeServiceGenerateRequest, DecodeServiceGenerateResponse]",
-        claim: Claim,
-        silence: SilenceTimer,
-    ) -> Failure | None:
-        num_messages = 0
-        while True:
-            message = await self._read(call)
-            silence.heard()
-            if not isinstance(message, DecodeServiceGenerateResponse):
-                ended = PeerUnavailableError("the decode ended its stream without finishing")
-                return Failure(ended, grpc.StatusCode.UNAVAILABLE, Leg.DECODE)
-            if message.HasField("finished"):
-                claim.pair.decode.breaker.succeeded()
-                claim.handed_over()
-                self._finish(claim.pair, message.finished)
-                return None
-            num_messages += 1
-            if num_messages == 1:
-                claim.prompt_computed()
-            elif num_messages == 2:
-                claim.handed_over()
-            self._take(message.tokens)
-            ending = self._transcript.ending
-            if ending is not None and ending.stop_string:
-                claim.pair.decode.breaker.succeeded()
-                self._finish(claim.pair, None)
-                return None
-
-    async def _read(
-        self, call: "aio.UnaryStreamCall[DecodeServiceGenerateRequest, DecodeServiceGenerateResponse]"
-    ) -> object:
-        if self._transcript.ending is None:
-            return await call.read()
-        try:
-            async with asyncio.timeout(FINISH_WAIT_S):
-                return await call.read()
-        except TimeoutError:
+        with SilenceTimer(self._fleet.limits.silence_timeout_s, claim) as silence:
+            attempt = _Attempt(claim, silence)
+            attempt.call = claim.pair.decode.calls.call(
+                self._request(claim.pair, demand),
+                partial(self._hear, attempt),
+                self._remaining_s(),
+                self._trace.metadata,
+            )
+            claim.attach(attempt.call.finish)
+            try:
+                failure = await attempt.call.ended
+            finally:
+                attempt.call.finish()
+        if attempt.is_told:
             return None
+        if self._transcript.ending is not None:
+            # Every token came; only the decode's report is missing.
+            self._finish(claim.pair, None)
+            return None
+        return failure or _revoked(claim)
 
-    @property
-    def _metadata(self) -> Metadata:
-        return self._fleet.metadata + self._trace.metadata
+    def _hear(self, attempt: "_Attempt", message: DecodeServiceGenerateResponse) -> None:
+        """Takes what the decode says, while it is being read."""
+        claim = attempt.claim
+        attempt.silence.heard()
+        if message.HasField("finished"):
+            claim.pair.decode.breaker.succeeded()
+            claim.handed_over()
+            self._finish(claim.pair, message.finished)
+            attempt.is_told = True
+            return
+        attempt.num_messages += 1
+        if attempt.num_messages == 1:
+            claim.prompt_computed()
+        elif attempt.num_messages == 2:
+            claim.handed_over()
+        self._take(message.tokens)
+        ending = self._transcript.ending
+        if ending is None:
+            return
+        assert attempt.call is not None, "a call hears nothing before it is made"
+        if ending.stop_string:
+            claim.pair.decode.breaker.succeeded()
+            self._finish(claim.pair, None)
+            attempt.is_told = True
+            attempt.call.finish()
+        else:
+            attempt.call.end_in(FINISH_WAIT_S, None)
 
     def _request(self, pair: Pair, demand: Demand) -> DecodeServiceGenerateRequest:
         return DecodeServiceGenerateRequest(
@@ -309,11 +293,24 @@ class ChoiceRun:
         return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """One attempt while it is under way.
+
+    Attributes:
+        is_told: the choice has ended in it, and its last delta was emitted.
+    """
+
+    claim: Claim
+    silence: SilenceTimer
+    call: DecodeCall | None = None
+    num_messages: int = 0
+    is_told: bool = False
+
+
 def _revoked(claim: Claim) -> Failure:
-    """The call was cancelled because a worker was lost; when it was not, the task itself is being cancelled."""
-    task = asyncio.current_task()
-    if claim.revoked is None or (task is not None and task.cancelling()):
-        raise
+    """A worker was lost, which ended the call."""
+    assert claim.revoked is not None, "nothing else ends a call before the choice"
     leg, reason = claim.revoked
     return Failure(PeerUnavailableError(reason), grpc.StatusCode.UNAVAILABLE, leg)
 

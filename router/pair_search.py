@@ -5,7 +5,6 @@ import random
 from dataclasses import dataclass
 
 from graftline.errors import GraftlineError, PeerUnavailableError
-from graftline.proto.channel import Metadata
 from graftline.router.config import RequestConfig
 from graftline.router.model import ServedModel
 from graftline.router.pairing import Pair, Pairing, WorkerKey, worker_key
@@ -27,7 +26,6 @@ class Fleet:
 
     registry: Registry
     pairing: Pairing
-    metadata: Metadata
     limits: RequestConfig
     tracer: Tracer = NO_TRACER
 

@@ -145,29 +145,36 @@ class Registry:
         breaker = Breaker(
             self._health.breaker_failures, self._health.breaker_open_s, self._health.breaker_open_max_s, self._clock
         )
-        return Worker(address, role, open_channel(address, self._access), breaker, self._clock)
+        return Worker(address, role, open_channel(address, self._access), breaker, self._access.metadata, self._clock)
 
     async def _follow(self, worker: Worker) -> None:
-        """Describes and watches a worker again and again, until it is retired and has nothing open."""
-        try:
-            while not self._is_done(worker):
-                try:
-                    await self._describe(worker)
-                    await self._watch(worker)
-                except PeerUnavailableError as error:
-                    self._lose(worker, str(error))
-                    await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
-                except Exception as error:
-                    # A border to a foreign process: whatever one worker sends must not end the router.
-                    logger.exception("following %s failed", worker.address)
-                    self._lose(worker, f"following it failed: {type(error).__name__}")
-                    await asyncio.sleep(self._health.reconnect_max_s)
-        finally:
-            worker.revoke_claims("the router forgot it")
-            self._forget(worker)
-            self._retired.discard(worker)
-            self._drop_metrics(worker)
-            await worker.channel.close()
+        """Follows a worker, and carries the calls to it meanwhile, until it is retired and has nothing open."""
+        async with asyncio.TaskGroup() as tasks:
+            carrying = tasks.create_task(worker.calls.run(), name=f"calls to {worker.address}")
+            try:
+                await self._follow_until_done(worker)
+            finally:
+                carrying.cancel()
+                worker.revoke_claims("the router forgot it")
+                self._forget(worker)
+                self._retired.discard(worker)
+                self._drop_metrics(worker)
+                await worker.channel.close()
+
+    async def _follow_until_done(self, worker: Worker) -> None:
+        """Describes and watches it again and again."""
+        while not self._is_done(worker):
+            try:
+                await self._describe(worker)
+                await self._watch(worker)
+            except PeerUnavailableError as error:
+                self._lose(worker, str(error))
+                await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
+            except Exception as error:
+                # A border to a foreign process: whatever one worker sends must not end the router.
+                logger.exception("following %s failed", worker.address)
+                self._lose(worker, f"following it failed: {type(error).__name__}")
+                await asyncio.sleep(self._health.reconnect_max_s)
 
     async def _describe(self, worker: Worker) -> None:
         """Asks until it answers, with bounded pauses."""

@@ -87,7 +87,7 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
         admission = Admission(
             config.requests.max_open_requests, config.requests.retry_after_s, None if rate is None else RateLimit(rate)
         )
-        fleet = Fleet(registry, pairing, config.worker_access.metadata, config.requests, config.tracer)
+        fleet = Fleet(registry, pairing, config.requests, config.tracer)
         generator = Generator(fleet, admission, executor, metrics)
         rpc = RpcServer(
             config.listen,

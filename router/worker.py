@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from grpc import aio
 
+from graftline.proto.channel import Metadata
 from graftline.proto.status import Leg
 from graftline.proto.v1.common_pb2 import WorkerIdentity, WorkerRole
 from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
@@ -15,6 +16,7 @@ from graftline.proto.v1.router_pb2 import WorkerStatus
 from graftline.proto.v1.worker_pb2 import DescribeResponse, Limits, WatchResponse
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
 from graftline.router.breaker import Breaker
+from graftline.router.decode_stream import DecodeStream
 from graftline.router.model import ServedModel
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class Worker:
         reason: why it is not available; empty when it is.
         open_requests: requests this router has on it.
         pending_tokens: prompt tokens of those that still wait for their first token (prefill).
+        calls: its attempts travel on it (decode).
     """
 
     def __init__(
@@ -77,13 +80,14 @@ class Worker:
         role: Role,
         channel: aio.Channel,
         breaker: Breaker,
+        metadata: Metadata = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
         self.role = role
         self.channel = channel
         self.service = WorkerServiceStub(channel)
-        self.decode = DecodeServiceStub(channel)
+        self.calls = DecodeStream(DecodeServiceStub(channel), metadata)
         self.breaker = breaker
         self.description: Description | None = None
         self.load = WatchResponse()

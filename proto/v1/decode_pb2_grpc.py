@@ -39,6 +39,11 @@ class DecodeServiceStub:
                 request_serializer=graftline_dot_v1_dot_decode__pb2.DecodeServiceGenerateRequest.SerializeToString,
                 response_deserializer=graftline_dot_v1_dot_decode__pb2.DecodeServiceGenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/graftline.v1.DecodeService/GenerateMany',
+                request_serializer=graftline_dot_v1_dot_decode__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=graftline_dot_v1_dot_decode__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -52,6 +57,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Many such calls over one stream: each costs messages instead of a call of its own. What ends the stream ends
+        every call on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=graftline_dot_v1_dot_decode__pb2.DecodeServiceGenerateRequest.FromString,
                     response_serializer=graftline_dot_v1_dot_decode__pb2.DecodeServiceGenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=graftline_dot_v1_dot_decode__pb2.GenerateManyRequest.FromString,
+                    response_serializer=graftline_dot_v1_dot_decode__pb2.GenerateManyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class DecodeService:
             '/graftline.v1.DecodeService/Generate',
             graftline_dot_v1_dot_decode__pb2.DecodeServiceGenerateRequest.SerializeToString,
             graftline_dot_v1_dot_decode__pb2.DecodeServiceGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/graftline.v1.DecodeService/GenerateMany',
+            graftline_dot_v1_dot_decode__pb2.GenerateManyRequest.SerializeToString,
+            graftline_dot_v1_dot_decode__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class DecodeServiceStub:
     """The decode drives the prefill named in the request and streams tokens as they are emitted.
     The last message of a stream that ends with status OK is always `finished`.
     """
+    GenerateMany: _grpc.StreamStreamMultiCallable[_decode_pb2.GenerateManyRequest, _decode_pb2.GenerateManyResponse]
+    """Many such calls over one stream: each costs messages instead of a call of its own. What ends the stream ends
+    every call on it.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -42,6 +46,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeServiceGenerateRequest, _decode_pb2.DecodeServiceGenerateResponse]  # type: ignore[assignment]
     """The decode drives the prefill named in the request and streams tokens as they are emitted.
     The last message of a stream that ends with status OK is always `finished`.
+    """
+    GenerateMany: _aio.StreamStreamMultiCallable[_decode_pb2.GenerateManyRequest, _decode_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """Many such calls over one stream: each costs messages instead of a call of its own. What ends the stream ends
+    every call on it.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -53,6 +61,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeServiceGenerateResponse], _abc.AsyncIterator[_decode_pb2.DecodeServiceGenerateResponse]]:
         """The decode drives the prefill named in the request and streams tokens as they are emitted.
         The last message of a stream that ends with status OK is always `finished`.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_decode_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.GenerateManyResponse], _abc.AsyncIterator[_decode_pb2.GenerateManyResponse]]:
+        """Many such calls over one stream: each costs messages instead of a call of its own. What ends the stream ends
+        every call on it.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -108,8 +108,10 @@ async def test_many_simultaneous_calls_are_all_answered(num_calls: int) -> None:
 
 async def test_a_storm_of_cancels_leaves_nothing_behind() -> None:
     """CASES G02, G06: nothing is sent that nobody waits for; tasks return to their number."""
-    worker = decode(first_delay_s=5)
+    worker = decode()
     async with harness(prefill(), worker) as h:
+        await h.answer(text=PROMPT, max_tokens=1)
+        worker.first_delay_s = 5
         num_tasks = len(asyncio.all_tasks())
         calls = [h.generate(text=PROMPT) for _ in range(200)]
         await until(lambda: worker.num_running == 200, 10)

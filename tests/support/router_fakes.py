@@ -7,13 +7,14 @@ the very tokens the first worker would have had.
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from graftline.decode_server.call_stream import CallContext, CallStream
 from graftline.errors import GraftlineError
 from graftline.proto.server import RpcServer
 from graftline.proto.status import Leg, abort_with, rpc_border
@@ -144,6 +145,11 @@ class FakeWorker:
     requests: list[DecodeServiceGenerateRequest] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     first_token_sent: asyncio.Event = field(default_factory=asyncio.Event)
+    # Of `GenerateMany`: how often it was called, and its messages in and out.
+    num_streams: int = 0
+    num_received: int = 0
+    num_sent: int = 0
+    stream: CallStream | None = None
     num_running: int = 0
     num_decoding: int = 0
     num_steps: int = 0
@@ -223,11 +229,42 @@ class FakeWorkerService(WorkerServiceServicer):
         return DrainResponse()
 
 
+@dataclass
+class _Counting:
+    """The context of a stream, with its messages counted."""
+
+    context: Any
+    worker: FakeWorker
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        await self.context.send_initial_metadata(metadata)
+
+    async def read(self) -> Any:
+        message = await self.context.read()
+        self.worker.num_received += 1
+        return message
+
+    async def write(self, message: Any) -> None:
+        self.worker.num_sent += 1
+        await self.context.write(message)
+
+
 class FakeDecodeService(DecodeServiceServicer):
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[DecodeServiceGenerateResponse]:
+    async def GenerateMany(self, request_iterator: Any, context: Any) -> None:
+        worker = self._worker
+        worker.num_streams += 1
+        stream = worker.stream = CallStream(_Counting(context, worker), self._carried, 30)
+        await stream.serve()
+
+    async def _carried(self, request: Any, call: CallContext) -> None:
+        async with aclosing(self.Generate(request, call)) as responses:
+            async for response in responses:
+                await call.write(response)
+
+    async def Generate(self, request: Any, context: Any) -> AsyncGenerator[DecodeServiceGenerateResponse, None]:
         worker = self._worker
         worker.requests.append(request)
         worker.num_running += 1
@@ -240,7 +277,7 @@ class FakeDecodeService(DecodeServiceServicer):
                 num_steps += 1
                 worker.num_steps += 1
                 yield response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             worker.cancelled.set()
             raise
         finally:

@@ -18,11 +18,12 @@ class Tasks:
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
 
-    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Runs `work` as a task."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(self._on_done)
+        return task
 
     async def __aenter__(self) -> "Tasks":
         return self

@@ -1,0 +1,208 @@
+"""The decode's end of `GenerateMany`: runs the calls that one stream carries, and sends what they say in few messages.
+
+Knows nothing of requests: each call runs the handler of `Generate`, with a context that writes to the stream.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import grpc
+from google.rpc import status_pb2
+from grpc import aio
+
+from graftline.errors import InvalidRequestError, OutOfCapacityError
+from graftline.proto.channel import Metadata
+from graftline.proto.v1.decode_pb2 import (
+    CarriedCall,
+    CarriedEvent,
+    DecodeServiceGenerateRequest,
+    DecodeServiceGenerateResponse,
+    GenerateManyRequest,
+    GenerateManyResponse,
+)
+from graftline.worker.tasks import Tasks
+
+logger = logging.getLogger(__name__)
+
+# A message is closed once it holds so much: what one call says must not wait for very much of others.
+MAX_EVENTS_PER_MESSAGE = 256
+MAX_MESSAGE_BYTES = 1 << 20
+# Of one call: its last tokens, and `finished` right behind them.
+MAX_UNSENT_EVENTS = 2
+
+Handler = Callable[[DecodeServiceGenerateRequest, "CallContext"], Awaitable[None]]
+
+
+class CallContext:
+    """What a handler needs of `grpc.aio.ServicerContext`, for one call of a stream."""
+
+    def __init__(self, stream: "CallStream", call: CarriedCall) -> None:
+        self._stream = stream
+        self._call_id = call.call_id
+        self._metadata: Metadata = tuple(call.metadata.items())
+        self._status: bytes | None = None
+        self._has_finished = False
+        self.num_unsent = 0
+
+    def invocation_metadata(self) -> Metadata:
+        """The call's own metadata."""
+        return self._metadata
+
+    async def write(self, message: DecodeServiceGenerateResponse) -> None:
+        """Sends a message; waits only while too many earlier ones of this call have not left."""
+        while self.num_unsent >= MAX_UNSENT_EVENTS:
+            await self._stream.departure()
+        self._has_finished = message.HasField("finished")
+        self._say(CarriedEvent(call_id=self._call_id, response=message))
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """Ends the call; raises what grpc raises then."""
+        packed: object = dict(trailing_metadata).get("grpc-status-details-bin")
+        self._status = packed if isinstance(packed, bytes) else _status(code, details)
+        raise aio.AbortError
+
+    def end(self) -> None:
+        """The handler is done: says how the call ended, unless `finished` did."""
+        if self._status is None and self._has_finished:
+            return
+        status = _status(grpc.StatusCode.OK, "") if self._status is None else self._status
+        self._say(CarriedEvent(call_id=self._call_id, status=status))
+
+    def fail(self, code: grpc.StatusCode, details: str) -> None:
+        """The handler never got to say how the call ended."""
+        self._say(CarriedEvent(call_id=self._call_id, status=_status(code, details)))
+
+    def _say(self, event: CarriedEvent) -> None:
+        self.num_unsent += 1
+        self._stream.say(self, event)
+
+
+class CallStream:
+    """One stream and the calls on it. What ends the stream cancels them.
+
+    Args:
+        handler: serves each call.
+        send_timeout_s: how long the other end may leave one message unread.
+    """
+
+    def __init__(self, context: Any, handler: Handler, send_timeout_s: float) -> None:
+        self._context = context
+        self._handler = handler
+        self._send_timeout_s = send_timeout_s
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._unsent: deque[tuple[CallContext, CarriedEvent]] = deque()
+        self._something = asyncio.Event()
+        self._departure = asyncio.Event()
+        self._read_error: InvalidRequestError | None = None
+        self._is_closed = False
+        self._is_closing = False
+
+    def close_when_idle(self) -> None:
+        """Ends the stream as soon as no call is on it."""
+        self._is_closing = True
+        self._something.set()
+
+    async def serve(self) -> None:
+        """Until the other end closes the stream, or this one does.
+
+        Raises:
+            InvalidRequestError: a call id was used twice.
+            OutOfCapacityError: the other end does not read.
+        """
+        async with Tasks() as tasks:
+            await self._context.send_initial_metadata(())
+            tasks.start(self._read(tasks), name="calls of a stream")
+            while not self._is_over:
+                self._something.clear()
+                if self._unsent:
+                    await self._send(self._next_message())
+                else:
+                    await self._something.wait()
+        if self._read_error is not None:
+            raise self._read_error
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or (self._is_closing and not self._running and not self._unsent)
+
+    def say(self, context: CallContext, event: CarriedEvent) -> None:
+        """Queues an event of a call."""
+        self._unsent.append((context, event))
+        self._something.set()
+
+    async def departure(self) -> None:
+        """Until the next message leaves."""
+        await self._departure.wait()
+
+    # --- in --------------------------------------------------------------------------------------------------
+
+    async def _read(self, tasks: Tasks) -> None:
+        try:
+            while isinstance(message := await self._context.read(), GenerateManyRequest):
+                for call in message.calls:
+                    self._begin(call, tasks)
+                for call_id in message.cancelled_call_ids:
+                    if call_id in self._running:
+                        self._running[call_id].cancel()
+        except InvalidRequestError as error:
+            self._read_error = error
+        finally:
+            self._is_closed = True
+            self._something.set()
+
+    def _begin(self, call: CarriedCall, tasks: Tasks) -> None:
+        if call.call_id in self._running:
+            raise InvalidRequestError("call_id", f"{call.call_id} is in use on this stream")
+        task = self._running[call.call_id] = tasks.start(self._run(call), name=f"call {call.call_id}")
+        # A task that is cancelled before its first step runs no `finally`.
+        task.add_done_callback(lambda _: self._forget(call.call_id))
+
+    def _forget(self, call_id: int) -> None:
+        del self._running[call_id]
+        self._something.set()
+
+    async def _run(self, call: CarriedCall) -> None:
+        context = CallContext(self, call)
+        limit = asyncio.timeout(call.timeout_s) if call.HasField("timeout_s") else nullcontext()
+        try:
+            async with limit:
+                await self._handler(call.request, context)
+            context.end()
+        except aio.AbortError:
+            context.end()
+        except TimeoutError:
+            context.fail(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
+        except Exception as error:
+            logger.exception("a call of a stream failed")
+            context.fail(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+    # --- out -------------------------------------------------------------------------------------------------
+
+    def _next_message(self) -> GenerateManyResponse:
+        """Takes what waits, as far as one message may hold it."""
+        message = GenerateManyResponse()
+        num_bytes = 0
+        while self._unsent and len(message.events) < MAX_EVENTS_PER_MESSAGE and num_bytes < MAX_MESSAGE_BYTES:
+            context, event = self._unsent.popleft()
+            context.num_unsent -= 1
+            message.events.append(event)
+            num_bytes += event.ByteSize()
+        self._departure.set()
+        self._departure = asyncio.Event()
+        return message
+
+    async def _send(self, message: GenerateManyResponse) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._context.write(message)
+        except TimeoutError as error:
+            raise OutOfCapacityError(f"the caller read nothing for {self._send_timeout_s:g} s") from error
+
+
+def _status(code: grpc.StatusCode, message: str) -> bytes:
+    packed: bytes = status_pb2.Status(code=code.value[0], message=message).SerializeToString()
+    return packed

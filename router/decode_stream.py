@@ -1,0 +1,212 @@
+"""The router's end of `GenerateMany`: one long-lived stream to a decode, which carries all attempts on it.
+
+A call of its own would cost each attempt more than everything else the router does for it (docs/router.md).
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc import aio
+
+from graftline.errors import CancelledRequestError, InternalError, PeerUnavailableError
+from graftline.proto.channel import Metadata
+from graftline.proto.status import Failure, Leg, failure_from_rpc, failure_from_status
+from graftline.proto.v1.decode_pb2 import (
+    CarriedCall,
+    CarriedEvent,
+    DecodeServiceGenerateRequest,
+    DecodeServiceGenerateResponse,
+    GenerateManyRequest,
+    GenerateManyResponse,
+)
+
+if TYPE_CHECKING:
+    from graftline.proto.v1.decode_pb2_grpc import DecodeServiceAsyncStub
+
+logger = logging.getLogger(__name__)
+
+# A message is closed once it holds so much.
+MAX_CALLS_PER_MESSAGE = 64
+MAX_MESSAGE_BYTES = 1 << 20
+
+ENDED_EARLY = "the decode ended its stream without finishing"
+
+Stream = aio.StreamStreamCall[GenerateManyRequest, GenerateManyResponse]
+
+
+class DecodeCall:
+    """One attempt's place on the stream.
+
+    Attributes:
+        ended: how it ended: None when its owner or the decode's `finished` ended it, otherwise what failed. Carries
+            the exception if its owner raised one over a response.
+    """
+
+    def __init__(
+        self, call_id: int, take: Callable[[DecodeServiceGenerateResponse], None], stop: Callable[["DecodeCall"], None]
+    ) -> None:
+        self.call_id = call_id
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[Failure | None] = self._loop.create_future()
+        self._take = take
+        self._stop = stop
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def finish(self) -> None:
+        """Its owner wants no more of it. To be called in any case; the decode hears of it unless it ended the call."""
+        for timer in self._timers:
+            timer.cancel()
+        self.end(None)
+        self._stop(self)
+
+    def end(self, failure: Failure | None) -> None:
+        """It has ended; what comes after is ignored."""
+        if not self.ended.done():
+            self.ended.set_result(failure)
+
+    def end_in(self, seconds: float, failure: Failure | None) -> None:
+        """Ends it then, unless something else does before."""
+        self._timers.append(self._loop.call_later(seconds, self.end, failure))
+
+    def came(self, event: CarriedEvent) -> None:
+        """Takes the next event at once; a fault in doing so is this call's alone."""
+        if self.ended.done():
+            return
+        if event.HasField("status"):
+            self.end(failure_from_status(event.status) or _unavailable(ENDED_EARLY))
+            return
+        try:
+            self._take(event.response)
+        except Exception as error:
+            self.ended.set_exception(error)
+
+
+class DecodeStream:
+    """Opened on first need, and again after it broke; `run` must be running.
+
+    Args:
+        metadata: bearer token.
+
+    Attributes:
+        is_open: a stream carries calls, or is being opened.
+    """
+
+    def __init__(self, stub: "DecodeServiceAsyncStub", metadata: Metadata) -> None:
+        self._stub = stub
+        self._metadata = metadata
+        self._ids = itertools.count(1)
+        self._calls: dict[int, DecodeCall] = {}
+        self._unsent: deque[CarriedCall] = deque()
+        self._unsent_cancels: list[int] = []
+        self._something = asyncio.Event()
+        self._closed: Failure | None = None
+        self.is_open = False
+
+    def call(
+        self,
+        request: DecodeServiceGenerateRequest,
+        take: Callable[[DecodeServiceGenerateResponse], None],
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> DecodeCall:
+        """Sends a request. `take` gets every response, on the event loop and in order, until the call has ended."""
+        call = DecodeCall(next(self._ids), take, self._stop)
+        if self._closed is not None:
+            call.end(self._closed)
+            return call
+        if timeout_s is not None:
+            late = CancelledRequestError("the deadline passed")
+            call.end_in(timeout_s, Failure(late, grpc.StatusCode.DEADLINE_EXCEEDED))
+        self._calls[call.call_id] = call
+        self._unsent.append(
+            CarriedCall(call_id=call.call_id, request=request, timeout_s=timeout_s, metadata=dict(metadata))
+        )
+        self._something.set()
+        return call
+
+    async def run(self) -> None:
+        """Opens the stream whenever a call wants one, until cancelled; then every call fails."""
+        try:
+            while True:
+                await self._something.wait()
+                self._fail_all(await self._carry())
+        finally:
+            self._closed = _unavailable("the router forgot the worker")
+            self._fail_all(self._closed)
+
+    async def _carry(self) -> Failure:
+        """One stream, from its opening to its end."""
+        self.is_open = True
+        stream = self._stub.GenerateMany(metadata=self._metadata)
+        async with asyncio.TaskGroup() as tasks:
+            writing = tasks.create_task(self._write(stream), name="calls to a decode")
+            try:
+                return await self._read(stream)
+            except aio.AioRpcError as error:
+                return failure_from_rpc(error)
+            except Exception as error:  # a border to a foreign process: whatever it sends ends its own stream only
+                logger.exception("reading a stream of calls failed")
+                return Failure(InternalError(f"{type(error).__name__}: {error}"), grpc.StatusCode.INTERNAL, Leg.DECODE)
+            finally:
+                self.is_open = False
+                writing.cancel()
+                stream.cancel()
+
+    async def _read(self, stream: Stream) -> Failure:
+        while isinstance(message := await stream.read(), GenerateManyResponse):
+            for event in message.events:
+                is_last = event.HasField("status") or event.response.HasField("finished")
+                call = self._calls.pop(event.call_id, None) if is_last else self._calls.get(event.call_id)
+                # None: it was given up, and this was on its way.
+                if call is not None:
+                    call.came(event)
+                    if is_last:
+                        call.end(None)
+        return _unavailable(ENDED_EARLY)
+
+    async def _write(self, stream: Stream) -> None:
+        try:
+            while True:
+                self._something.clear()
+                if self._unsent or self._unsent_cancels:
+                    await stream.write(self._next_message())
+                else:
+                    await self._something.wait()
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            return  # reading says why
+
+    def _next_message(self) -> GenerateManyRequest:
+        message = GenerateManyRequest()
+        num_bytes = 0
+        while self._unsent and len(message.calls) < MAX_CALLS_PER_MESSAGE and num_bytes < MAX_MESSAGE_BYTES:
+            call = self._unsent.popleft()
+            if call.call_id in self._calls:
+                message.calls.append(call)
+                num_bytes += call.ByteSize()
+        message.cancelled_call_ids.extend(self._unsent_cancels)
+        self._unsent_cancels.clear()
+        return message
+
+    def _stop(self, call: DecodeCall) -> None:
+        """Gives a call up; the decode hears of it unless it ended the call itself."""
+        if self._calls.pop(call.call_id, None) is not None:
+            self._unsent_cancels.append(call.call_id)
+            self._something.set()
+
+    def _fail_all(self, failure: Failure) -> None:
+        calls = list(self._calls.values())
+        self._calls.clear()
+        self._unsent.clear()
+        self._unsent_cancels.clear()
+        self._something.clear()
+        for call in calls:
+            call.end(failure)
+
+
+def _unavailable(reason: str) -> Failure:
+    return Failure(PeerUnavailableError(reason), grpc.StatusCode.UNAVAILABLE, Leg.DECODE)

@@ -1,0 +1,142 @@
+"""The router's end of a stream of calls: what a request costs in messages, and what happens when the stream ends."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from router_fakes import decode, prefill, reference_ids
+from router_harness import harness, until
+
+from graftline.errors import CancelledRequestError, PeerUnavailableError
+from graftline.proto.channel import open_channel
+from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest, DecodeServiceGenerateResponse
+from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
+from graftline.router.decode_stream import DecodeStream
+
+PROMPT = "once upon a time"
+IDS = list(PROMPT.encode())
+
+
+async def test_a_request_costs_messages_and_not_calls() -> None:
+    """What keeps the router cheap: one stream, and one message each way for what is ready at the same time."""
+    worker = decode()
+    async with harness(prefill(), worker) as h:
+        await h.answer(text=PROMPT, max_tokens=1)
+        received, sent = worker.num_received, worker.num_sent
+        for number in range(20):
+            answer = await h.answer(text=PROMPT, seed=number, max_tokens=4)
+            assert answer.token_ids == reference_ids(IDS, 4, number)
+        assert worker.num_streams == 1
+        assert worker.num_received - received == 20, "no cancel follows a request that ended"
+        # 1 + 3 tokens and the end are said at once, and the last of it is one message for the client too.
+        assert worker.num_sent - sent <= 2 * 20
+        assert answer.messages <= 2
+
+
+async def test_requests_that_come_together_share_messages() -> None:
+    worker = decode()
+    async with harness(prefill(), worker) as h:
+        await h.answer(text=PROMPT, max_tokens=1)
+        received, sent = worker.num_received, worker.num_sent
+        answers = await h.answers(text=PROMPT, n=16, max_tokens=4)
+        assert len(answers) == 16
+        assert worker.num_received - received <= 4
+        assert worker.num_sent - sent <= 8
+
+
+async def test_a_cancelled_request_is_one_more_message() -> None:
+    worker = decode(first_delay_s=30)
+    async with harness(prefill(), worker) as h:
+        call = h.generate(text=PROMPT)
+        await until(lambda: worker.num_running == 1)
+        received = worker.num_received
+        call.cancel()
+        await asyncio.wait_for(worker.cancelled.wait(), 2)
+        await h.until_quiescent()
+        assert (worker.num_received - received, worker.num_streams) == (1, 1)
+
+
+async def test_a_stream_that_the_decode_ends_is_opened_again() -> None:
+    """A decode that was told to drain ends it once nothing is on it; nobody hears of that."""
+    worker = decode()
+    async with harness(prefill(), worker) as h:
+        await h.answer(text=PROMPT, max_tokens=1)
+        assert worker.stream is not None
+        worker.stream.close_when_idle()
+        (router_worker,) = [w for w in h.router.registry.workers if w.address == worker.address]
+        await until(lambda: not router_worker.calls.is_open)
+        answer = await h.answer(text=PROMPT, max_tokens=4, seed=1)
+        assert answer.token_ids == reference_ids(IDS, 4, 1)
+        assert answer.finish is not None
+        assert (answer.finish.attempts, worker.num_streams) == (1, 2)
+
+
+# --- without a router --------------------------------------------------------------------------------------------
+
+
+def message(max_tokens: int = 4) -> DecodeServiceGenerateRequest:
+    asked = DecodeServiceGenerateRequest(
+        request_id="r", attempt=1, prefill_address="127.0.0.1:1", token_ids=IDS, num_prompt_tokens=len(IDS)
+    )
+    asked.sampling.top_p = 1
+    asked.stopping.max_tokens = max_tokens
+    return asked
+
+
+async def ended(stream: DecodeStream, take: Any, **fields: Any) -> Any:
+    running = asyncio.create_task(stream.run())
+    call = stream.call(message(), take, **fields)
+    try:
+        return await asyncio.wait_for(call.ended, 2)
+    finally:
+        call.finish()
+        running.cancel()
+
+
+async def test_without_a_decode_every_call_fails() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        failure = await ended(DecodeStream(DecodeServiceStub(channel), ()), lambda _: None)
+    assert isinstance(failure.error, PeerUnavailableError)
+
+
+async def test_a_call_that_comes_after_the_end_fails() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        stream = DecodeStream(DecodeServiceStub(channel), ())
+        running = asyncio.create_task(stream.run())
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        failure = await stream.call(message(), lambda _: None).ended
+    assert failure is not None
+    assert isinstance(failure.error, PeerUnavailableError)
+
+
+async def test_a_deadline_needs_no_word_of_the_decode() -> None:
+    worker = await decode(first_delay_s=30).start()
+    async with open_channel(worker.address) as channel:
+        failure = await ended(DecodeStream(DecodeServiceStub(channel), ()), lambda _: None, timeout_s=0.01)
+        assert isinstance(failure.error, CancelledRequestError)
+        assert failure.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await worker.stop()
+
+
+async def test_a_call_that_cannot_take_a_message_leaves_the_others_alone() -> None:
+    worker = await decode().start()
+    async with open_channel(worker.address) as channel:
+        stream = DecodeStream(DecodeServiceStub(channel), ())
+        running = asyncio.create_task(stream.run())
+        taken: list[DecodeServiceGenerateResponse] = []
+
+        def refuse(_: DecodeServiceGenerateResponse) -> None:
+            raise RuntimeError("no room")
+
+        bad, good = stream.call(message(), refuse), stream.call(message(), taken.append)
+        with pytest.raises(RuntimeError, match="no room"):
+            await bad.ended
+        bad.finish()
+        assert await good.ended is None
+        good.finish()
+        assert sum(len(response.tokens.token_ids) for response in taken) == 4
+        running.cancel()
+        await worker.stop()
