@@ -17,7 +17,7 @@ from random import Random
 from typing import cast
 
 from graftline.bench.chaos_asks import AskBook, PoolSize
-from graftline.bench.chaos_faults import Fault, Lane, schedule
+from graftline.bench.chaos_faults import ALL_KINDS, Fault, FaultKind, Lane, schedule
 from graftline.bench.chaos_gauges import Counters, leaks, scrape
 from graftline.bench.chaos_load import Callers, Fate, Outcome
 from graftline.bench.chaos_records import ChaosCounts, ChaosResult, Trouble
@@ -58,6 +58,7 @@ class ChaosPlan:
         num_requests: asked in all; None: until `minutes` are over.
         minutes: how long, with `num_requests` None.
         lanes: whose processes are hurt.
+        kinds: in which ways.
         transfer_faults: of every prefill's writes; see `FaultPlan.parse`.
         pause_s: mean time between the end of a fault and the next of its lane.
         pace_s: what every caller waits between two requests.
@@ -71,6 +72,7 @@ class ChaosPlan:
     callers: int = 16
     cancel_share: float = 0.15
     lanes: tuple[Lane, ...] = tuple(Lane)
+    kinds: tuple[FaultKind, ...] = ALL_KINDS
     transfer_faults: str = "delay:0.3s@/67,fail@/97,late:1s@/131,flip@/151,lose:1s@/211"
     pause_s: float = 2.0
     pace_s: float = 0.0
@@ -181,7 +183,7 @@ class ChaosRun:
         spec = self._plan.cluster
         targets = {Lane.PREFILL: spec.prefills, Lane.DECODE: spec.decodes, Lane.ROUTER: spec.routers}[lane]
         stages = {Lane.PREFILL: spec.prefill_stages, Lane.DECODE: spec.decode_stages, Lane.ROUTER: 1}[lane]
-        return schedule(lane, self._plan.seed, targets, stages, self._plan.pause_s)
+        return schedule(lane, self._plan.seed, targets, stages, self._plan.pause_s, self._plan.kinds)
 
     def _on_outcome(self, ward: Ward) -> Callable[[Outcome], None]:
         def take(outcome: Outcome) -> None:

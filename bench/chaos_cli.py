@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from graftline.bench.chaos import TINY, ChaosPlan, ChaosRun
 from graftline.bench.chaos_asks import PoolSize
-from graftline.bench.chaos_faults import Lane
+from graftline.bench.chaos_faults import ALL_KINDS, FaultKind, Lane
 from graftline.bench.chaos_records import ChaosResult, write_chaos
 from graftline.bench.stats import Summary
 from graftline.bench.variants import parse_settings, with_settings
@@ -20,6 +20,7 @@ from graftline.errors import GraftlineError, InvalidRequestError
 
 app = typer.Typer()
 _NO_FAULTS = "none"
+_Named = TypeVar("_Named", FaultKind, Lane)
 
 
 @app.command()
@@ -35,6 +36,9 @@ def chaos(
     lanes: Annotated[
         str, typer.Option(help="Whose processes are hurt: prefill,decode,router; or none.")
     ] = "prefill,decode,router",
+    faults: Annotated[
+        str, typer.Option(help="In which ways, such as kill,freeze-later-stage; empty: in all ways.")
+    ] = "",
     transfer_faults: Annotated[
         str, typer.Option(help="What goes wrong with writes, or none.")
     ] = ChaosPlan().transfer_faults,
@@ -56,6 +60,7 @@ def chaos(
             seed=seed,
             callers=callers,
             lanes=() if soak else _lanes(lanes),
+            kinds=_members(FaultKind, faults, "faults") if faults else ALL_KINDS,
             transfer_faults="" if soak or transfer_faults == _NO_FAULTS else transfer_faults,
             pause_s=pause_s,
             pace_s=pace_s,
@@ -90,12 +95,14 @@ def for_real_model(plan: ChaosPlan) -> ChaosPlan:
 
 
 def _lanes(text: str) -> tuple[Lane, ...]:
-    if text == _NO_FAULTS:
-        return ()
+    return () if text == _NO_FAULTS else _members(Lane, text, "lanes")
+
+
+def _members(kind: type[_Named], text: str, field: str) -> tuple[_Named, ...]:
     try:
-        return tuple(Lane(word.strip()) for word in text.split(",") if word.strip())
+        return tuple(kind(word.strip()) for word in text.split(",") if word.strip())
     except ValueError as error:
-        raise InvalidRequestError("lanes", f"{text!r}: {error}") from error
+        raise InvalidRequestError(field, f"{text!r}: {error}") from error
 
 
 def show(console: Console, result: ChaosResult) -> None:

@@ -1,6 +1,6 @@
 """Which faults hit which process, and when: drawn from a seed, each kind as often as the others."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
@@ -23,6 +23,9 @@ class FaultKind(Enum):
     """SIGSTOP of a stage behind the first, for good: the worker has to notice, end it and end."""
     TERMINATE = "terminate"
     """SIGTERM, as in a rolling restart."""
+
+
+ALL_KINDS = tuple(FaultKind)
 
 
 class Lane(Enum):
@@ -54,15 +57,19 @@ class Fault:
     freeze_s: float = 0.0
 
 
-def schedule(lane: Lane, seed: int, num_targets: int, num_stages: int, pause_s: float) -> Iterator[Fault]:
-    """Faults of a lane without end: a shuffled deck of all kinds, again and again.
+def schedule(
+    lane: Lane, seed: int, num_targets: int, num_stages: int, pause_s: float, wanted: Collection[FaultKind] = ALL_KINDS
+) -> Iterator[Fault]:
+    """Faults of a lane without end (none when none is wanted): a shuffled deck of all kinds, again and again.
 
     Args:
         pause_s: mean of the pauses.
+        wanted: no other kinds.
     """
     draw = Random(f"faults/{lane.value}/{seed}")
-    kinds: Sequence[FaultKind] = _OF_ONE_PROCESS if num_stages == 1 else (*_OF_ONE_PROCESS, *_OF_STAGES)
-    while True:
+    possible: Sequence[FaultKind] = _OF_ONE_PROCESS if num_stages == 1 else (*_OF_ONE_PROCESS, *_OF_STAGES)
+    kinds = [kind for kind in possible if kind in wanted]
+    while kinds:
         for kind in draw.sample(kinds, len(kinds)):
             freeze_s = draw.choice((0.5, 1.5, 4.0, 6.0)) if kind in _FREEZES else 0.0
             yield Fault(kind, draw.randrange(num_targets), pause_s * draw.uniform(0.3, 1.7), freeze_s)

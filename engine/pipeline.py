@@ -180,7 +180,7 @@ class Pipeline:
             if silent_s >= self._config.stage_timeout_s:
                 self._fail(stage, f"silent for {silent_s:.1f} s")
                 if stage in self._children:
-                    self._children[stage].kill()  # it would not hear that it is to stop, and the worker would wait for it
+                    self._children[stage].kill()  # it would not hear that it is to stop
         for alive in self._alive.values():
             if alive.order_beats * beat_s > self._config.step_timeout_s:
                 self._fail(alive.stage, f"a control message is being obeyed for {alive.order_beats * beat_s:.1f} s")

@@ -16,7 +16,8 @@ MAX_PENDING_REQUESTS = 16_384
 # gRPC cancels calls that a busy server has not taken up after 30 s by default; their callers have deadlines.
 MAX_PENDING_S = 600
 RECONNECT_MIN_MS = 100
-RECONNECT_MAX_MS = 1_000
+# An attempt costs next to nothing, and a worker that is back is of no use before it.
+RECONNECT_MAX_MS = 300
 # How long one attempt to connect may take; gRPC core names this the minimum back-off.
 CONNECT_TIMEOUT_MS = 3_000
 

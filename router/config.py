@@ -47,7 +47,7 @@ class HealthConfig:
     hang_timeout_s: float = 2.5
     stall_timeout_s: float = 2.5
     connect_timeout_s: float = 3.0
-    reconnect_max_s: float = 1.0
+    reconnect_max_s: float = 0.3
     breaker_failures: int = 5
     breaker_open_s: float = 1.0
     breaker_open_max_s: float = 10.0

@@ -26,6 +26,9 @@ def test_a_schedule_repeats_and_shows_every_kind() -> None:
     assert {fault.target for fault in first} == {0, 1}
     alone = islice(schedule(Lane.ROUTER, 3, 2, 1, 1.0), 9)
     assert {fault.kind for fault in alone} == {FaultKind.KILL, FaultKind.FREEZE, FaultKind.TERMINATE}
+    kills = islice(schedule(Lane.DECODE, 3, 2, 2, 1.0, (FaultKind.KILL,)), 9)
+    assert {fault.kind for fault in kills} == {FaultKind.KILL}
+    assert list(schedule(Lane.ROUTER, 3, 2, 1, 1.0, (FaultKind.KILL_LATER,))) == []
 
 
 @pytest.fixture(scope="module")
