@@ -162,7 +162,7 @@ def plot(
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("plots"),
     form: Annotated[PlotFormat, typer.Option("--format", help="Pictures, or one page of them.")] = PlotFormat.PNG,
 ) -> None:
-    """Draw distributions, accept lengths and a request's timeline (needs graftline[bench])."""
+    """Draw distributions, accept lengths and a request's timeline (needs the extra `bench`)."""
     try:
         for path in results:
             for written in write_plots(read_result(path), out, path.stem, form):

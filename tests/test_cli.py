@@ -11,11 +11,12 @@ from scripted_router import ScriptedRouter
 from typer.testing import CliRunner
 
 import graftline
-from graftline import cli_cluster
+from graftline import cli, cli_cluster
 from graftline.cli import LAZY_COMMANDS, app, model_app
 from graftline.cli_cluster import Answer, _figures
 from graftline.client import Finish, FinishReason, Handoff, Speculation, TreeOrigin, Usage
 from graftline.engine.model_fetch import CATALOG
+from graftline.errors import UnauthenticatedError
 from graftline.launcher import ClusterSpec
 from graftline.tracing import configured_endpoint
 
@@ -81,6 +82,18 @@ def test_bad_input_is_one_line_and_status_2(arguments: tuple[str, ...], said: st
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_missing_token_says_where_it_goes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> None:
+        raise UnauthenticatedError("a bearer token is required")
+
+    monkeypatch.setattr(cli, "app", refused)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    assert "a bearer token is required (--token, GRAFTLINE_TOKEN" in capsys.readouterr().err
 
 
 def test_no_router_to_generate_with() -> None:

@@ -97,12 +97,13 @@ def list_models() -> None:
 
 def main() -> None:
     """Runs the command line; errors of the world become one line and exit status 1 (2 for bad input)."""
-    from graftline.errors import InvalidRequestError
+    from graftline.errors import InvalidRequestError, UnauthenticatedError
 
     try:
         app()
     except GraftlineError as error:
-        Console(stderr=True).print(f"graftline: {error}", style="red", markup=False, highlight=False)
+        hint = " (--token, GRAFTLINE_TOKEN or GRAFTLINE_TOKEN_FILE)" if isinstance(error, UnauthenticatedError) else ""
+        Console(stderr=True).print(f"graftline: {error}{hint}", style="red", markup=False, highlight=False)
         sys.exit(2 if isinstance(error, InvalidRequestError) else 1)
     except asyncio.CancelledError:
         sys.exit(130)

@@ -1,7 +1,8 @@
-"""The protos, as clients in other languages use them: reflection without any code, and generated JavaScript."""
+"""The protos, as clients in other languages use them: reflection without any code, k6, and generated JavaScript."""
 
 import asyncio
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from router_harness import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 BUF = Path(sys.executable).with_name("buf")
+K6 = Path(sys.executable).with_name("k6")
+K6_SCRIPT = Path(__file__).with_name("k6") / "generate.js"
 PROMPT = "once upon a time"
 
 
@@ -39,6 +42,15 @@ async def test_buf_curl_needs_nothing_but_reflection() -> None:
     expected = reference_ids(list(PROMPT.encode()), 7, 5)
     assert [token for message in messages for token in message.get("tokenIds", [])] == expected
     assert messages[-1]["finish"]["usage"]["completionTokens"] == 7
+
+
+async def test_k6_finds_every_answer_of_many_users_right() -> None:
+    async with harness(prefill(), decode()) as h:
+        settings = {"ROUTER": h.router.address, "USERS": 64, "SECONDS": 1}
+        variables = [part for name, value in settings.items() for part in ("-e", f"{name}={value}")]
+        summary = await run(K6, "run", "--no-usage-report", "--quiet", *variables, K6_SCRIPT)
+    assert "rate=100.00%" in summary
+    assert int(re.search(r"iterations\.*: (\d+)", summary)[1]) >= 64  # type: ignore[index]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
 PACKAGE_FOLDERS = {"bench", "decode_server", "engine", "kernels", "kv_transfer", "prefill_server", "proto", "router"}
 
 
-def composed(*files: str, profile: str | None = None) -> dict[str, Any]:
+def composed(*files: str, profile: str | None = None, **variables: str) -> dict[str, Any]:
     """What Compose makes of the files."""
     arguments = [part for file in files for part in ("-f", str(DOCKER / file))]
     choice = ["--profile", profile] if profile else []
@@ -28,7 +28,7 @@ def composed(*files: str, profile: str | None = None) -> dict[str, Any]:
         text=True,
         timeout=60,
         check=True,
-        env={"PATH": "/usr/bin:/bin", "HOME": "/tmp"},
+        env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", **variables},
     )
     config: dict[str, Any] = yaml.safe_load(done.stdout)
     return config
@@ -76,9 +76,11 @@ def test_images_pin_what_they_install() -> None:
 
 
 def worker_requirements() -> set[str]:
-    """Everything that `graftline[cpu]` brings, as installed here, without torch and what only torch wants."""
+    """Everything that the images' extras bring, as installed here, without torch and what only torch wants."""
     project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())["project"]
-    todo = [*project["dependencies"], *project["optional-dependencies"]["cpu"]]
+    todo = [*project["dependencies"]]
+    for extra in ("cpu", "sglang", "tracing"):
+        todo += project["optional-dependencies"][extra]
     found: set[str] = set()
     while todo:
         requirement = Requirement(todo.pop())
@@ -138,6 +140,16 @@ def test_secrets_are_files_and_processes_have_no_privileges() -> None:
         assert service["cap_drop"] == ["ALL"]
         assert service["read_only"] is True
         assert "health_probe" in service["healthcheck"]["test"][3]
+
+
+def test_images_can_be_built_on_another_base() -> None:
+    """Of one that the environment names; without one the Dockerfile's own counts."""
+    for profile in ("cpu", "gpu"):
+        for variables in ({}, {"BASE_IMAGE": "mirror/python:3.11"}):
+            services = composed("compose.yaml", profile=profile, **variables)["services"]
+            built = [service["build"].get("args", {}) for service in services.values() if "build" in service]
+            assert len(built) >= 2
+            assert [arguments.get("BASE_IMAGE") for arguments in built] == [variables.get("BASE_IMAGE")] * len(built)
 
 
 def test_foreign_images_are_pinned() -> None:
