@@ -10,8 +10,10 @@ from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.engine.layer_split import automatic_split
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
+from graftline.worker.options import CPU_TREE, GPU_TREE
 
 CHAIN = TreeShape(3, 1, 4)
+"""Small enough for any model and head."""
 TREES = (CHAIN, TreeShape(5, 1, 6), TreeShape(4, 2, 8), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
 
 
@@ -61,6 +63,11 @@ class Setting:
             step_timeout_s=120.0,
         )
         return msgspec.structs.replace(config, **others)
+
+
+def usual_tree(device: str) -> TreeShape:
+    """What workers on such a device draft without being told."""
+    return CPU_TREE if device.startswith("cpu") else GPU_TREE
 
 
 def shape_name(tree: TreeShape | None) -> str:

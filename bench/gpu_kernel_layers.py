@@ -1,10 +1,5 @@
-"""Times of whole decoder layers of an 8B model in one CUDA graph: kernels behind each other, as rounds have them.
+"""Times of whole decoder layers of an 8B model in one CUDA graph: kernels behind each other, as rounds have them."""
 
-Launches that overlap are timed against plain ones, and must give the very same output.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -13,14 +8,11 @@ import torch
 from torch import Tensor
 
 from graftline.bench.gpu_kernel_items import Item, device, normal, seconds_each, tree_round
-from graftline.kernels import skinny_linear_triton
 from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
 from graftline.kernels.linear import LinearWeight, pack_linear
-from graftline.kernels.overlap_triton import forced_overlap
 
-_LAYERS = 8
+_LAYERS, _SMOL_LAYERS = 8, 30
 _PAGE_SIZE = 16
-_AHEAD_KIB = (0, 64, 192)  # besides what the engine has
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +33,7 @@ class LayerSizes:
 
 
 EIGHT_B = LayerSizes(4096, 14336, 32, 8, 128)
+SMOL = LayerSizes(576, 1536, 9, 3, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +57,17 @@ def list_layers() -> list[Item]:
         )
         for context in (1024, 8192)
         for batch in (1, 4, 16)
-        for rows in (1, 4)
+        for rows in (1, 16)
+    ] + [
+        Item(f"layers SmolLM2 batch 1 context 512 rows {rows}", partial(time_layers, SMOL, _SMOL_LAYERS, 1, 512, rows))
+        for rows in (1, 16)
     ]
 
 
 def time_layers(
     sizes: LayerSizes, num_layers: int, batch: int, context: int, rows: int, warm_up: bool
 ) -> dict[str, Any]:
-    """Microseconds a layer, plain and with overlap, beside the floor's bytes; how many elements of both differ."""
+    """Microseconds a layer, beside the bytes that it must read."""
     count = 1 if warm_up else num_layers
     layers = _layers(sizes, count)
     round_of, num_pages = tree_round(
@@ -82,21 +78,11 @@ def time_layers(
     ).normal_()
     pages = LayerPages([(pool[:, index, 0], pool[:, index, 1]) for index in range(count)])
     hidden = normal(batch * rows, sizes.hidden, dtype=_dtype())
-    outs = {on: torch.empty_like(hidden) for on in (False, True)}
-
-    def microseconds(on: bool) -> float:
-        with forced_overlap(on):
-            call = partial(_into, outs[on], layers, hidden, round_of, pages)
-            call()  # outside of a graph too; the last replay is what is compared
-            return 1e6 * seconds_each([call], 1 if warm_up else 9) / count
-
-    times = {"plain": microseconds(False), "overlap": microseconds(True)}
-    differing = int((outs[True] != outs[False]).sum())  # a NaN differs from itself
-    for kib in _AHEAD_KIB:
-        with _ahead(kib << 10):
-            times[f"overlap, {kib} KiB ahead"] = microseconds(True)
+    out = torch.empty_like(hidden)
+    call = partial(_into, out, layers, hidden, round_of, pages)
+    times = {"a layer": 1e6 * seconds_each([call], 1 if warm_up else 9) / count}
     num_bytes = 2 * (sizes.num_elements + batch * context * 2 * sizes.kv_heads * sizes.head_dim)
-    return {"bytes": num_bytes, "microseconds": times, "error": float(differing), "bound": 0.0}
+    return {"bytes": num_bytes, "microseconds": times}
 
 
 @cache
@@ -129,13 +115,3 @@ def _dtype() -> torch.dtype:
 
 def _into(out: Tensor, layers: DenseLayers, hidden: Tensor, batch: Any, pages: LayerPages) -> None:
     out.copy_(layers.run_composed(hidden, batch, pages)[0])
-
-
-@contextmanager
-def _ahead(num_bytes: int) -> Iterator[None]:
-    usual = skinny_linear_triton.AHEAD_BYTES
-    skinny_linear_triton.AHEAD_BYTES = num_bytes
-    try:
-        yield
-    finally:
-        skinny_linear_triton.AHEAD_BYTES = usual

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from graftline.bench.gpu_configs import CHAIN, Setting, shape_name
+from graftline.bench.gpu_configs import Setting, shape_name, usual_tree
 from graftline.bench.gpu_pair import TimedAnswer, engine_pair
 from graftline.bench.gpu_steps import Steps, run_bounded
 from graftline.bench.gpu_transformers import NEW_TOKENS, PROMPT_TOKENS, equal_prompts
@@ -27,7 +27,7 @@ def measure_side_by_side(
 ) -> None:
     """Notes both under `name`; transformers' static cache first, which may take most of its time to compile."""
     prompts = equal_prompts(open_checkpoint(setting.model), max(batches))
-    shapes: list[TreeShape | None] = [None] if setting.head is None else [None, CHAIN]
+    shapes: list[TreeShape | None] = [None] if setting.head is None else [None, usual_tree(setting.device)]
     for tree in shapes:
         steps.step(
             f"{name}, graftline {shape_name(tree)}",

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from graftline.bench.gpu_configs import CHAIN, Setting, shape_name
+from graftline.bench.gpu_configs import Setting, shape_name, usual_tree
 from graftline.bench.gpu_pair import EnginePair, TimedAnswer, engine_pair
 from graftline.bench.gpu_stage import StageAlone
 from graftline.bench.gpu_steps import Steps
@@ -23,7 +23,7 @@ def measure_speculation(
     setting: Setting,
     prompts: Sequence[Sequence[int]],
     *,
-    tree: TreeShape = CHAIN,
+    tree: TreeShape | None = None,
     stages: Sequence[int] = (1, 2),
     batch: int = 1,
     output_tokens: int = OUTPUT_TOKENS,
@@ -31,9 +31,11 @@ def measure_speculation(
     """Notes {stages} x {plain, root-only start, real tree} x {overlap on, off} under `name`, then what they say.
 
     Args:
+        tree: the device's usual one when None.
         prompts: run in groups of `batch`, each group `_REPEATS` times after one to warm up.
     """
     found: dict[tuple[int, str, bool], dict[str, Any]] = {}
+    tree = tree or usual_tree(setting.device)
     for count in stages:
         for shape in (None, tree):
             for overlap in (True, False):

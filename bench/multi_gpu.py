@@ -63,7 +63,7 @@ def _handoff(steps: Steps, place: Place) -> None:
 
 
 def _large(steps: Steps, place: Place) -> None:
-    from graftline.bench.gpu_configs import CHAIN
+    from graftline.bench.gpu_configs import usual_tree
     from graftline.bench.gpu_models import LLAMA_8B, write_successor_pair
     from graftline.bench.multi_gpu_speculation import Load, measure_speculation
 
@@ -71,17 +71,16 @@ def _large(steps: Steps, place: Place) -> None:
     model, head = write_successor_pair(place.scratch / "successors", SHARE, shapes)
     steps.note("simulated: drafts that are right, each", SHARE)
     load = Load.small() if place.device == "cpu" else Load.of_gpu(prompt_len=1024)
-    measure_speculation(steps, "8B shapes", model, head, place.devices, load, CHAIN)
+    measure_speculation(steps, "8B shapes", model, head, place.devices, load, usual_tree(place.device))
 
 
 def _small(steps: Steps, place: Place) -> None:
-    from graftline.bench.gpu_configs import TREES
+    from graftline.bench.gpu_configs import usual_tree
     from graftline.bench.multi_gpu_speculation import Load, measure_speculation
 
     model, head = _model_and_head(place)
     load = Load.small() if place.device == "cpu" else Load.of_gpu(prompt_len=512)
-    tree = next(tree for tree in TREES if tree.nodes == (4 if place.device == "cpu" else 16))
-    measure_speculation(steps, "default model", model, head, place.devices, load, tree)
+    measure_speculation(steps, "default model", model, head, place.devices, load, usual_tree(place.device))
 
 
 def _model_and_head(place: Place) -> tuple[Path, Path | None]:

@@ -5,13 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
-
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, inter, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
+def _silu_mul_kernel(gate_up_ptr, out_ptr, inter, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inter
@@ -28,5 +24,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((rows, inter), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         block = min(1024, triton.next_power_of_2(inter))
-        _silu_mul_kernel[(rows, triton.cdiv(inter, block))](gate_up, out, inter, BLOCK=block, **launch_options(gate_up))
+        _silu_mul_kernel[(rows, triton.cdiv(inter, block))](gate_up, out, inter, BLOCK=block)
     return out

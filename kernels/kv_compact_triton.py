@@ -5,16 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
-
 
 @triton.jit(do_not_specialize=("max_pages", "max_accepted"))
 def _compact_kv_kernel(
     pool_ptr, page_tables_ptr, starts_ptr, accepted_ptr, planes, page_size, token_words, max_pages, max_accepted,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     sequence = tl.program_id(0).to(tl.int64)
     plane = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + sequence).to(tl.int64)
@@ -47,5 +43,5 @@ def compact_kv(pool: Tensor, page_tables: Tensor, starts: Tensor, accepted: Tens
     if sequences and max_accepted:
         _compact_kv_kernel[(sequences, planes)](
             pool.view(word), page_tables, starts, accepted, planes, page_size, token_words, page_tables.shape[1],
-            max_accepted, BLOCK=min(1024, triton.next_power_of_2(token_words)), **launch_options(pool),
+            max_accepted, BLOCK=min(1024, triton.next_power_of_2(token_words)),
         )  # fmt: skip

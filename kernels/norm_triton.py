@@ -5,13 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
-
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, heads, dim, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, heads, dim, eps, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
@@ -23,11 +19,7 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, heads, dim, eps, BLOC
 
 
 @triton.jit
-def _add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, dim, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
+def _add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, dim, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
@@ -50,9 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if count:
         heads = count // x.shape[0]
         block, warps = _launch_shape(dim)
-        _rms_norm_kernel[(count,)](
-            x, weight, out, x.stride(0), heads, dim, eps, BLOCK=block, num_warps=warps, **launch_options(x)
-        )
+        _rms_norm_kernel[(count,)](x, weight, out, x.stride(0), heads, dim, eps, BLOCK=block, num_warps=warps)
     return out
 
 
@@ -62,9 +52,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     rows, dim = x.shape
     if rows:
         block, warps = _launch_shape(dim)
-        _add_rms_norm_kernel[(rows,)](
-            x, residual, weight, out, total, dim, eps, BLOCK=block, num_warps=warps, **launch_options(x)
-        )
+        _add_rms_norm_kernel[(rows,)](x, residual, weight, out, total, dim, eps, BLOCK=block, num_warps=warps)
     return out, total
 
 

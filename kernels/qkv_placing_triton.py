@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from graftline.kernels.attention_batch import AttentionBatch
-from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
 from graftline.kernels.tree_batch import TreeBatch
 
 _HEADS = 4  # a program
@@ -52,10 +51,8 @@ def _place_qkv_kernel(
     row_slots_ptr, row_segment_ptr, segment_rows_ptr, segment_start_ptr, page_tables_ptr,
     qkv_stride, page_stride, max_pages, heads, kv_heads, eps,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SLOTS: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     is_q = head < heads
@@ -145,6 +142,6 @@ def place_qkv(
         qkv.stride(0), k_pages.stride(0), batch.page_tables.shape[1], heads, kv_heads, eps,
         HEAD_DIM=head_dim, HALF=half, PAGE_SIZE=page_size, HAS_SLOTS=isinstance(batch, TreeBatch),
         NORM=q_norm is not None, BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)), num_warps=2, **launch_options(qkv),
+        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)), num_warps=2,
     )  # fmt: skip
     return q

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
 from graftline.kernels.philox_triton import gumbel, random_words
 
 _LARGEST_INVERSE_TEMPERATURE = 3e38
@@ -51,11 +50,8 @@ def _value_of(packed):
 @triton.jit(do_not_specialize=_BY_ROUND)
 def _survey_kernel(
     logits_ptr, stats_ptr, firsts_ptr, stride, count, parts, k, NORM: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Of one part of a row: largest logit, sum of exponentials, whether one is NaN or +inf; its k first ids."""
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     ids = part * BLOCK + tl.arange(0, BLOCK)
@@ -95,9 +91,7 @@ def _first(firsts_ptr, row, parts, BLOCK_PARTS: tl.constexpr):
 
 
 @triton.jit
-def _argmax_kernel(stats_ptr, firsts_ptr, ids_ptr, parts, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr):
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
+def _argmax_kernel(stats_ptr, firsts_ptr, ids_ptr, parts, BLOCK_PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     _, valid = _largest(stats_ptr, row, parts, BLOCK_PARTS)
     tl.store(ids_ptr + row, tl.where(valid, _id_of(_first(firsts_ptr, row, parts, BLOCK_PARTS)), -1))
@@ -106,10 +100,7 @@ def _argmax_kernel(stats_ptr, firsts_ptr, ids_ptr, parts, BLOCK_PARTS: tl.conste
 @triton.jit(do_not_specialize=_BY_ROUND)
 def _top_k_kernel(
     stats_ptr, firsts_ptr, values_ptr, ids_ptr, norms_ptr, parts, k, BLOCK_PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     largest, valid = _largest(stats_ptr, row, parts, BLOCK_PARTS)
     part = tl.arange(0, BLOCK_PARTS)
@@ -174,11 +165,9 @@ def _level(level, temperature, largest, LEVELS: tl.constexpr):
 def _spread_kernel(
     logits_ptr, stats_ptr, inverse_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr,
     firsts_ptr, counts_ptr, weights_ptr, stride, count, parts,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, LEVELS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, LEVELS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of one part of a drawn row: without top-k and top-p its best score, else what every level keeps of it."""
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     largest, valid = _largest(stats_ptr, row, parts, BLOCK_PARTS)
@@ -241,11 +230,9 @@ def _choose_level(
 def _collect_kernel(
     logits_ptr, stats_ptr, temperature_ptr, top_k_ptr, top_p_ptr, counts_ptr, weights_ptr, kept_ptr, kept_ids_ptr,
     stride, count, parts, max_candidates, margin,
-    BLOCK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of one part of a row with top-k or top-p: what its level keeps, in order of ids."""
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     largest, valid = _largest(stats_ptr, row, parts, BLOCK_PARTS)
@@ -271,11 +258,9 @@ def _collect_kernel(
 def _sample_kernel(
     logits_ptr, stats_ptr, inverse_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr,
     firsts_ptr, counts_ptr, weights_ptr, kept_ptr, kept_ids_ptr, ids_ptr, stride, count, parts, max_candidates, margin,
-    BLOCK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """The first of a row's parts, or, with top-k or top-p, the draw among what was kept of it."""
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     largest, valid = _largest(stats_ptr, row, parts, BLOCK_PARTS)
     chosen = tl.where(valid, _id_of(_first(firsts_ptr, row, parts, BLOCK_PARTS)), -1)
@@ -384,18 +369,16 @@ def sample(
     _spread_kernel[(parts, rows)](
         logits, stats, inverse, temperature, top_k, top_p, min_p, seed, positions, firsts, counts, weights,
         logits.stride(0), count, parts, BLOCK=block, STEP=min(256, block), LEVELS=_LEVELS, BLOCK_PARTS=block_parts,
-        num_warps=warps, **launch_options(logits),
+        num_warps=warps,
     )  # fmt: skip
     _collect_kernel[(parts, rows)](
         logits, stats, temperature, top_k, top_p, counts, weights, kept, kept_ids, logits.stride(0), count, parts,
         max_candidates, _MARGIN, BLOCK=block, LEVELS=_LEVELS, BLOCK_PARTS=block_parts, num_warps=warps,
-        **launch_options(logits),
     )  # fmt: skip
     _sample_kernel[(rows,)](
         logits, stats, inverse, temperature, top_k, top_p, min_p, seed, positions, firsts, counts, weights, kept,
         kept_ids, ids, logits.stride(0), count, parts, max_candidates, _MARGIN,
         BLOCK=min(_SEARCH_BLOCK, triton.next_power_of_2(count)), LEVELS=_LEVELS, BLOCK_PARTS=block_parts,
-        **launch_options(logits),
     )  # fmt: skip
     return ids
 
@@ -406,9 +389,7 @@ def argmax(logits: Tensor) -> Tensor:
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         stats, firsts, parts = _survey(logits, 1, has_norm=False)
-        _argmax_kernel[(rows,)](
-            stats, firsts, ids, parts, BLOCK_PARTS=triton.next_power_of_2(parts), num_warps=1, **launch_options(logits)
-        )
+        _argmax_kernel[(rows,)](stats, firsts, ids, parts, BLOCK_PARTS=triton.next_power_of_2(parts), num_warps=1)
     return ids
 
 
@@ -422,7 +403,7 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         stats, firsts, parts = _survey(logits, k, has_norm=True)
         _top_k_kernel[(rows,)](
             stats, firsts, values, ids, norms, parts, k, BLOCK_PARTS=triton.next_power_of_2(parts),
-            BLOCK=max(16, min(_SEARCH_BLOCK, triton.next_power_of_2(parts * k))), num_warps=2, **launch_options(logits),
+            BLOCK=max(16, min(_SEARCH_BLOCK, triton.next_power_of_2(parts * k))), num_warps=2,
         )  # fmt: skip
     return values, ids, norms
 
@@ -436,7 +417,6 @@ def _survey(logits: Tensor, k: int, has_norm: bool) -> tuple[Tensor, Tensor, int
     firsts = torch.empty((rows, parts, k), dtype=torch.int64, device=logits.device)
     _survey_kernel[(parts, rows)](
         logits, stats, firsts, logits.stride(0), count, parts, k, NORM=has_norm, BLOCK=block, num_warps=warps,
-        **launch_options(logits),
     )  # fmt: skip
     return stats, firsts, parts
 

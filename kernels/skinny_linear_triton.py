@@ -2,7 +2,6 @@
 
 What counts is that enough of the weight is on its way at any time (about 4 MiB on an H200): many programs, several
 stages each. Where outputs are too few for that, inputs are split too, and a second kernel adds the parts in order.
-While the kernel before it still runs, a program already asks for the first part of its weight.
 """
 
 from typing import NamedTuple
@@ -12,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graftline.kernels.overlap_triton import fetch_spans, launch_options, let_next_start, wait_for_earlier
 from graftline.kernels.skinny_linear import MAX_ROWS
 
-AHEAD_BYTES = 128 << 10  # of the weight, that a program asks for before it waits for x
 _MANY_OUTPUTS = 32768  # a vocabulary
 _SHORT_INPUTS = 1024
 _LONG_INPUTS = 8192
@@ -26,22 +23,12 @@ def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit
-def _ask_ahead(weight_ptr, row_of, begin, inputs, SPANS: tl.constexpr, AHEAD: tl.constexpr):
-    """Asks for `AHEAD` inputs of some rows, as many spans a row as make one a thread."""
-    span = tl.arange(0, SPANS) * (AHEAD // SPANS)
-    at = weight_ptr + row_of[:, None] * inputs + (begin + span)[None, :]
-    fetch_spans(at, tl.full(at.shape, AHEAD // SPANS * weight_ptr.dtype.element_ty.primitive_bitwidth // 8, tl.int32))
-
-
 @triton.jit(do_not_specialize=("rows",))
 def _skinny_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, rows, inputs, outputs, inputs_a_split,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, SPANS: tl.constexpr,
-    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(1) * inputs_a_split
@@ -53,11 +40,6 @@ def _skinny_linear_kernel(
     x_at = x_ptr + m[:, None] * inputs
     w_at = weight_ptr + row_of[:, None] * inputs
     up_at = weight_ptr + (row_of + outputs)[:, None] * inputs
-    if OVERLAP and AHEAD > 0:
-        _ask_ahead(weight_ptr, row_of, begin, inputs, SPANS, AHEAD)
-        if GATED:
-            _ask_ahead(weight_ptr, row_of + outputs, begin, inputs, SPANS, AHEAD)
-    wait_for_earlier(OVERLAP)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
@@ -97,10 +79,7 @@ def _skinny_linear_kernel(
 @triton.jit(do_not_specialize=("count", "num_splits"))
 def _add_parts_kernel(
     partial_ptr, bias_ptr, out_ptr, count, outputs, num_splits, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     acc = tl.zeros((BLOCK,), tl.float32)
@@ -154,8 +133,8 @@ def choose_streaming(rows: int, inputs: int, outputs: int, is_gated: bool, proce
 def is_ahead(rows: int, inputs: int, outputs: int, is_gated: bool) -> bool:
     """Whether this kernel beats cuBLAS (for gated products, with the activation behind it): likewise measured.
 
-    With up to 16 rows, cuBLAS and the activation kernel take 1 % less for the gated product of an 8B model, which
-    reading ahead makes up for.
+    With up to 16 rows, cuBLAS and the activation kernel take 1 % less for the gated product of an 8B model; one way for
+    all sizes was preferred.
     """
     if is_gated:
         return rows <= MAX_ROWS
@@ -189,23 +168,17 @@ def _run(
     num_splits = triton.cdiv(inputs, inputs_a_split)
     is_split = num_splits > 1
     partial = torch.empty((num_splits, rows, outputs), dtype=torch.float32, device=x.device) if is_split else out
-    spans = max(1, 32 * num_warps // block_n)
-    ahead = min(AHEAD_BYTES // (2 * block_n * (1 + is_gated)), inputs - (num_splits - 1) * inputs_a_split)
-    is_aligned = inputs % 8 == 0 and weight.data_ptr() % 16 == 0 and x.dtype == torch.bfloat16
-    ahead = ahead // (8 * spans) * (8 * spans) if is_aligned else 0
-    overlap = launch_options(x)
     _skinny_linear_kernel[(triton.cdiv(outputs, block_n), num_splits)](
         x, weight, weight if bias is None else bias, out, partial, rows, inputs, outputs, inputs_a_split,
         BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=block_n, BLOCK_K=block_k,
         EVEN_K=inputs % block_k == 0, GATED=is_gated, HAS_BIAS=bias is not None and not is_split, SPLIT=is_split,
-        WIDEN=x.dtype == torch.float32 or x.device.type == "cpu", STAGES=num_stages, SPANS=spans,
-        AHEAD=ahead, num_warps=num_warps, **overlap,
+        WIDEN=x.dtype == torch.float32 or x.device.type == "cpu", STAGES=num_stages, num_warps=num_warps,
     )  # fmt: skip
     if is_split:
         count = rows * outputs
         block = min(1024, triton.next_power_of_2(count))
         _add_parts_kernel[(triton.cdiv(count, block),)](
             partial, weight if bias is None else bias, out, count, outputs, num_splits, HAS_BIAS=bias is not None,
-            BLOCK=block, **overlap,
+            BLOCK=block,
         )  # fmt: skip
     return out

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
 from graftline.kernels.tree_batch import TreeBatch
 
 _MAX_SPLITS = 64
@@ -55,10 +54,8 @@ def _tree_attention_kernel(
     q_stride, page_stride, rows_each, num_tail, max_pages, num_splits, min_span, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     tiles = tl.cdiv(rows_each * GROUP, BLOCK_M)
     kv_head = tl.program_id(0) // tiles
     split = tl.program_id(1)
@@ -142,10 +139,8 @@ def _tree_attention_kernel(
 def _combine_tree_kernel(
     partial_ptr, state_ptr, out_ptr, starts_ptr, num_places, pairs_each, num_tail, num_splits, min_span,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     place = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)  # row * heads + head
     real = place < num_places
     start = tl.load(starts_ptr + place // pairs_each, mask=real, other=0)
@@ -234,7 +229,6 @@ def tree_attention(
     if is_split:
         partial = torch.empty((rows, heads, tiling.num_splits, head_dim), dtype=torch.float32, device=q.device)
         state = torch.empty((rows, heads, tiling.num_splits, 2), dtype=torch.float32, device=q.device)
-    overlap = launch_options(q)
     block_d = max(16, triton.next_power_of_2(head_dim))
     grid = (kv_heads * triton.cdiv(pairs, tiling.block_m), tiling.num_splits, batch.num_segments)
     _tree_attention_kernel[grid](
@@ -244,7 +238,7 @@ def tree_attention(
         GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=batch.page_size,
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=block_d, SPLIT=is_split,
         WIDEN=q.dtype == torch.float32 or q.device.type == "cpu", STAGES=tiling.num_stages,
-        num_warps=tiling.num_warps, **overlap,
+        num_warps=tiling.num_warps,
     )  # fmt: skip
     if is_split:
         places = rows * heads
@@ -253,7 +247,7 @@ def tree_attention(
         _combine_tree_kernel[(triton.cdiv(places, block_p),)](
             partial, state, out, batch.starts, places, batch.rows_each * heads, batch.num_tail, tiling.num_splits,
             tiling.min_span, HEAD_DIM=head_dim, BLOCK_N=tiling.block_n, BLOCK_P=block_p, BLOCK_SPLITS=block_splits,
-            BLOCK_D=block_d, num_warps=min(4, max(1, block_p * block_splits * block_d // 1024)), **overlap,
+            BLOCK_D=block_d, num_warps=min(4, max(1, block_p * block_splits * block_d // 1024)),
         )  # fmt: skip
     return out
 

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
-
 _CHUNK = 32  # scores compared with at a time
 
 
@@ -32,10 +30,8 @@ def _ranks(scores, index, scores_ptr, count, CHUNK: tl.constexpr):
 @triton.jit
 def _select_children_kernel(
     cum_ptr, child_ptr, child_ids_ptr, scores_ptr, best_ptr, ids_ptr, best_scores_ptr, beam, width,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     count = beam * width
@@ -55,10 +51,8 @@ def _select_children_kernel(
 @triton.jit
 def _select_tree_kernel(
     scores_ptr, parents_ptr, selected_ptr, tree_parents_ptr, count, num_drafts, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     inside = index < count
@@ -86,7 +80,6 @@ def select_children(
         _select_children_kernel[(requests,)](
             cum_logprobs.contiguous(), child_logprobs.contiguous(), child_ids.contiguous(), scores, best, ids,
             best_scores, beam, width, BLOCK=triton.next_power_of_2(beam * width), CHUNK=_CHUNK,
-            **launch_options(child_logprobs),
         )  # fmt: skip
     return best, ids, best_scores, scores
 
@@ -99,6 +92,6 @@ def select_tree(scores: Tensor, parents: Tensor, num_drafts: int) -> tuple[Tenso
     if requests:
         _select_tree_kernel[(requests,)](
             scores.contiguous(), parents.contiguous(), selected, tree_parents, count, num_drafts,
-            BLOCK=triton.next_power_of_2(count), CHUNK=_CHUNK, **launch_options(scores),
+            BLOCK=triton.next_power_of_2(count), CHUNK=_CHUNK,
         )  # fmt: skip
     return selected, tree_parents

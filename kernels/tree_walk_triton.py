@@ -5,15 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graftline.kernels.overlap_triton import launch_options, let_next_start, wait_for_earlier
-
 
 @triton.jit
-def _tree_rows_kernel(
-    parents_ptr, num_nodes_ptr, depths_ptr, visible_ptr, nodes, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
+def _tree_rows_kernel(parents_ptr, num_nodes_ptr, depths_ptr, visible_ptr, nodes, BLOCK: tl.constexpr):
     tree = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(num_nodes_ptr + tree), nodes).to(tl.int32)
     node = tl.arange(0, BLOCK)
@@ -36,10 +30,7 @@ def _tree_rows_kernel(
 @triton.jit
 def _walk_trees_kernel(
     tokens_ptr, parents_ptr, num_nodes_ptr, sampled_ptr, path_ptr, num_accepted_ptr, nodes, depth, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
-    wait_for_earlier(OVERLAP)
     tree = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(num_nodes_ptr + tree), nodes).to(tl.int32)
     node = tl.arange(0, BLOCK)
@@ -74,7 +65,6 @@ def tree_rows(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
             nodes,
             BLOCK=triton.next_power_of_2(nodes),
             num_warps=1,
-            **launch_options(parents),
         )
     return depths, visible
 
@@ -89,6 +79,6 @@ def walk_trees(
     if trees:
         _walk_trees_kernel[(trees,)](
             tokens, parents, num_nodes, sampled, accepted, counts, nodes, depth,
-            BLOCK=triton.next_power_of_2(nodes), num_warps=1, **launch_options(parents),
+            BLOCK=triton.next_power_of_2(nodes), num_warps=1,
         )  # fmt: skip
     return accepted, counts

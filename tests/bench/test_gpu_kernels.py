@@ -74,10 +74,9 @@ def test_what_rounds_use_comes_first() -> None:
         assert all(any(part in name for name in known) for part in first), "a part that no item has"
 
 
-def test_layers_are_timed_with_and_without_overlap() -> None:
+def test_layers_are_timed() -> None:
     found = time_layers(LayerSizes(32, 48, 4, 2, 16), 2, 3, 20, 2, warm_up=False)
-    assert found["error"] <= found["bound"]
-    assert {"plain", "overlap"} <= set(found["microseconds"])
+    assert set(found["microseconds"]) == {"a layer"}
     assert found["bytes"] == 2 * (32 * (12 * 16 + 3 * 48) + 3 * 20 * 2 * 2 * 16)
 
 

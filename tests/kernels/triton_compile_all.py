@@ -70,8 +70,6 @@ _VARIANTS: dict[str, list[dict[str, object]]] = {
             "SPLIT": split,
             "WIDEN": False,
             "STAGES": 4,
-            "SPANS": 128 // block_n,
-            "AHEAD": 0 if split else 1024,
         }
         for block_m, block_n, even, gated, bias, split in (
             (16, 32, True, False, True, False),

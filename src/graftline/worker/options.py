@@ -26,8 +26,8 @@ MEASURED = "measured"
 WEIGHTS = "weights"
 _MIB = 1 << 20
 _CPU_POOLS_MIB = 512
-_CPU_TREE = TreeShape(3, 1, 4)
-_GPU_TREE = TreeShape(5, 4, 16)
+CPU_TREE = TreeShape(3, 1, 4)
+GPU_TREE = TreeShape(5, 4, 16)
 
 
 class InitialTree(Enum):
@@ -200,7 +200,7 @@ def tree_shape(options: EngineOptions, device: str) -> TreeShape:
     trees here. Prefill and decode must agree, so workers on different kinds of device need an explicit shape.
     """
     if not (options.draft_depth or options.draft_branching or options.draft_nodes):
-        return _CPU_TREE if device == CPU else _GPU_TREE
+        return CPU_TREE if device == CPU else GPU_TREE
     depth, branching = options.draft_depth or 3, options.draft_branching or 1
     if options.draft_nodes:
         return TreeShape(depth, branching, options.draft_nodes)
