@@ -174,4 +174,15 @@ def _model_variable() -> dict[str, Any]:
 
 
 def _links() -> dict[str, Any]:
-    return {"title": "Graftline", "type": "dashboards", "tags": ["graftline"], "asDropdown": False, "keepTime": True}
+    """To the other dashboards, with the time and the model that are chosen here."""
+    return {
+        "title": "Graftline",
+        "type": "dashboards",
+        "tags": ["graftline"],
+        "icon": "external link",
+        "tooltip": "",
+        "asDropdown": False,
+        "includeVars": True,
+        "keepTime": True,
+        "targetBlank": False,
+    }

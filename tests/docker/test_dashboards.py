@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from itertools import combinations
 from pathlib import Path
@@ -61,6 +62,41 @@ def test_structure(dashboard: dict[str, Any]) -> None:
         assert place["x"] + place["w"] <= GRID_WIDTH
     for one, other in combinations(panels, 2):
         assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="no Node.js here")
+def test_grafanas_own_types_accept_them(tmp_path: Path) -> None:
+    """Grafana's npm package for the version that compose starts; a dashboard is compiled as a value of its type."""
+    image = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["grafana"]["image"]
+    version = image.rpartition(":")[2].rstrip("}")
+    packages = [f"@grafana/schema@{version}", "typescript@5"]
+    command = ["npm", "install", "--silent", "--no-audit", "--no-fund", *packages]
+    subprocess.run(command, cwd=tmp_path, timeout=300, check=True)
+    for dashboard in dashboards():
+        for variable in dashboard["templating"]["list"]:
+            # Grafana writes it, its types lack it.
+            variable.pop("definition", None)
+        value = f"export const it: Dashboard = {json.dumps(dashboard)};"
+        text = f'import type {{ Dashboard }} from "@grafana/schema";\n{value}\n'
+        (tmp_path / f"{dashboard['uid']}.ts").write_text(text)
+
+    def compiled() -> "subprocess.CompletedProcess[str]":
+        options = ["--noEmit", "--strict", "--skipLibCheck", "--module", "esnext", "--moduleResolution", "bundler"]
+        sources = [path.name for path in tmp_path.glob("*.ts")]
+        return subprocess.run(
+            ["node_modules/.bin/tsc", *options, "--target", "es2022", *sources],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    assert compiled().stdout == ""
+    path = tmp_path / "graftline-serving.ts"
+    path.write_text(path.read_text().replace('"panels": [{', '"panels": [{"gridPosition": 1, '))
+    assert "gridPosition" in compiled().stdout
 
 
 def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
