@@ -40,7 +40,6 @@ from graftline.kernels.skinny_linear import (
 )
 from graftline.kernels.tree_batch import TreeBatch
 from graftline.kernels.tree_growth import select_children, select_tree
-from graftline.kernels.tree_walk import tree_rows, tree_rows_reference, walk_trees, walk_trees_reference
 
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 _TYPES = (torch.float32, torch.bfloat16)
@@ -88,7 +87,6 @@ def list_checks() -> list[Item]:
                 if k <= count:
                     add(f"top_k {rows}x{count} k {k}", partial(_top_k, rows, count, k))
         add(f"sample {count}", partial(_sample, count))
-    add("tree_rows, walk_trees", _walks)
     add("select_children, select_tree", _selections)
     add("compact_kv", _compact)
     add("a captured round sees new lengths", _replayed_lengths)
@@ -318,22 +316,6 @@ def _sample(count: int) -> dict[str, Any]:
     exact = rows.top_p.cpu() == 1
     wrong = int((out.cpu() != expected)[exact].sum())
     return {"error": float(wrong), "bound": 0.0, "top_p_rows_that_differ": int((out.cpu() != expected)[~exact].sum())}
-
-
-def _walks() -> dict[str, Any]:
-    pairs = []
-    for nodes in (1, 4, 33, 64):
-        parents = torch.tensor([_random_tree(nodes) for _ in range(9)], device=device())
-        counts = torch.tensor([nodes, 0, 1, nodes // 2, *[nodes] * 5], device=device())
-        tokens, sampled = (
-            torch.randint(0, 3, (9, nodes), generator=torch.Generator().manual_seed(seed)).to(device())
-            for seed in (1, 2)
-        )
-        with poisoned_allocations():
-            ours = (*tree_rows(parents, counts), *walk_trees(tokens, parents, counts, sampled, 5))
-        theirs = (*tree_rows_reference(parents, counts), *walk_trees_reference(tokens, parents, counts, sampled, 5))
-        pairs += list(zip(ours, theirs, strict=True))
-    return _equal(*pairs)
 
 
 def _selections() -> dict[str, Any]:

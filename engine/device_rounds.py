@@ -18,11 +18,13 @@ from graftline.engine.graph_capture import CapturedGraph, GraphPool
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import StepPlan
-from graftline.engine.round_state import RoundRows, RoundState
+from graftline.engine.round_state import RoundState
+from graftline.kernels.draft_inputs import gather_columns
 from graftline.kernels.kv_compact import compact_kv
-from graftline.kernels.sample import sample
+from graftline.kernels.round_open import OpenRounds
+from graftline.kernels.round_walk import WalkedRounds, walk_rounds
+from graftline.kernels.sample import argmax, sample
 from graftline.kernels.tree_batch import TreeBatch
-from graftline.kernels.tree_walk import tree_rows, walk_trees
 
 _FOLLOW_TIMEOUT_S = 60.0
 
@@ -162,12 +164,20 @@ class DeviceRounds:
     # --- the round itself --------------------------------------------------------------------------------------
 
     def _round(self, inputs: "_Inputs", is_greedy: bool) -> Tensor:
-        rows = self.state.read(inputs.slots)
-        self._compact(rows)
-        depths, visible = tree_rows(rows.parents, rows.num_nodes)
-        batch = self._batch(rows, depths, visible)
+        opened = self.state.read(inputs.slots)
+        self._compact(opened)
+        batch = TreeBatch(
+            positions=opened.positions,
+            row_slots=opened.row_slots,
+            visible=opened.visible,
+            starts=opened.start,
+            page_tables=opened.page_tables,
+            rows_each=self.state.shape.nodes,
+            num_tail=self.state.shape.nodes,
+            page_size=self.state.page_size,
+        )
         if inputs.payload is None:
-            hidden, earlier = self._model.embed(rows.tokens.flatten()), []
+            hidden, earlier = self._model.embed(opened.tokens.flatten()), []
         else:
             parts = torch.split(inputs.payload, self._model.config.hidden_size, dim=-1)
             hidden, earlier = parts[0].contiguous(), list(parts[1:])
@@ -175,93 +185,58 @@ class DeviceRounds:
         features = [*earlier, *(captured[layer] for layer in self._capture)]
         if not self._is_last:
             return torch.cat((hidden, *features), dim=-1) if features else hidden
-        return self._end(rows, depths, hidden, features, is_greedy)
+        return self._end(inputs.slots, opened, hidden, features, is_greedy)
 
-    def _compact(self, rows: RoundRows) -> None:
+    def _compact(self, opened: OpenRounds) -> None:
         if self.state.path_len == 1 or not self._pool.layers:
             return  # the root's KV lies where it belongs
-        num_accepted = (rows.accepted >= 0).sum(1, dtype=torch.int32)
-        compact_kv(self._pool.as_bytes(), rows.page_tables, rows.start - num_accepted, rows.accepted.contiguous())
-
-    def _batch(self, rows: RoundRows, depths: Tensor, visible: Tensor) -> TreeBatch:
-        nodes = self.state.shape.nodes
-        local = torch.arange(nodes, device=self.state.device)
-        return TreeBatch(
-            positions=(rows.start.unsqueeze(1) + depths).flatten(),
-            row_slots=self._slots(rows, local, local < rows.num_nodes.unsqueeze(1)),
-            visible=visible.flatten(),
-            starts=rows.start,
-            page_tables=rows.page_tables,
-            rows_each=nodes,
-            num_tail=nodes,
-            page_size=self.state.page_size,
-        )
-
-    def _slots(self, rows: RoundRows, local: Tensor, is_real: Tensor) -> Tensor:
-        """[sequences * n] flat slots of positions start + local, -1 where `is_real` [sequences, n] is not."""
-        size = self.state.page_size
-        slots = rows.start.long().unsqueeze(1) + local
-        pages = rows.page_tables.gather(1, (slots // size).clamp(max=self.state.max_pages - 1)).long()
-        return torch.where(is_real, pages * size + slots % size, -1).flatten()
+        compact_kv(self._pool.as_bytes(), opened.page_tables, opened.accepted_start, opened.accepted)
 
     def _end(
-        self, rows: RoundRows, depths: Tensor, hidden: Tensor, features: Sequence[Tensor], is_greedy: bool
+        self, slots: Tensor, opened: OpenRounds, hidden: Tensor, features: Sequence[Tensor], is_greedy: bool
     ) -> Tensor:
         """Samples, walks, extends, grows, and writes the state; returns what `outcomes` reads."""
-        count, nodes = rows.tokens.shape
         logits = self._model.logits(self._model.final_norm(hidden))
-        places = (rows.start.unsqueeze(1) + depths + 1).flatten()
-        params = self.state.sampling(rows.slots.repeat_interleave(nodes), is_greedy=is_greedy)
-        sampled = sample(logits, params, places).view(count, nodes)
-        path_len = self.state.path_len
-        accepted, num_accepted = walk_trees(rows.tokens, rows.parents, rows.num_nodes, sampled, path_len - 1)
-        path = accepted.long().clamp(min=0)
-        emitted = torch.where(accepted >= 0, sampled.gather(1, path), -1)
-        last = (num_accepted.long() - 1).clamp(min=0).unsqueeze(1)
-        bonus = emitted.gather(1, last).squeeze(1).clamp(min=0)
-        start = rows.start + num_accepted
-        if self._drafter is None:
-            tokens, parents, num_nodes = bonus.unsqueeze(1), rows.parents, torch.ones_like(rows.num_nodes)
+        if is_greedy:
+            sampled = argmax(logits)
         else:
-            outputs = self._extend(self._drafter, rows, hidden, features, path, accepted, emitted)
-            output = outputs.gather(1, last.unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
-            tokens, parents, num_nodes = self._drafter.growth.grow(output, bonus, start, rows.page_tables)
-        after = RoundRows(rows.slots, start, accepted, tokens, parents, num_nodes, rows.page_tables)
-        return torch.cat((emitted, self.state.write(after)), dim=1)
+            params = self.state.sampling(slots.repeat_interleave(self.state.shape.nodes))
+            sampled = sample(logits, params, opened.positions + 1)
+        drafter, page_size = self._drafter, self.state.page_size
+        limit = self._model.config.context_length if drafter is None else drafter.layer.position_limit
+        walked = walk_rounds(opened, sampled.view(opened.tokens.shape), page_size, limit)
+        if drafter is None:
+            tokens, parents, nodes = walked.bonus.unsqueeze(1), opened.parents, torch.ones_like(opened.num_nodes)
+        else:
+            outputs = self._extend(drafter, opened, walked, hidden, features)
+            output = outputs[walked.last]
+            tokens, parents, nodes = drafter.growth.grow(output, walked.bonus, walked.start, opened.page_tables)
+        return self.state.write(slots, walked, tokens, parents, nodes)
 
     def _extend(
         self,
         drafter: RoundDrafter,
-        rows: RoundRows,
+        opened: OpenRounds,
+        walked: WalkedRounds,
         hidden: Tensor,
         features: Sequence[Tensor],
-        path: Tensor,
-        accepted: Tensor,
-        emitted: Tensor,
     ) -> Tensor:
-        """Makes the drafter's rows of the accepted path final: [sequences, S + 1, hidden] outputs."""
-        count, path_len = path.shape
-        device = self.state.device
-        first_rows = torch.arange(count, device=device).unsqueeze(1) * self.state.shape.nodes
-        index = (first_rows + path).flatten()
+        """Makes the drafter's rows of the accepted path final: [sequences * (S + 1), hidden] outputs."""
         wanted = drafter.layer.feature_layers
         captured = dict(zip(sorted({layer for layer in wanted if layer >= 0}), features, strict=True))
-        columns = [self._model.final_norm(hidden[index]) if layer < 0 else captured[layer][index] for layer in wanted]
-        local = torch.arange(path_len, device=device)
-        limit = drafter.layer.position_limit - 1
+        columns = [self._model.final_norm(hidden) if layer < 0 else captured[layer] for layer in wanted]
         batch = TreeBatch(
-            positions=(rows.start.unsqueeze(1) + local).clamp(max=limit).int().flatten(),
-            row_slots=self._slots(rows, local, accepted >= 0),
-            visible=torch.where(accepted >= 0, (torch.ones_like(local) << (local + 1)) - 1, 0).flatten(),
-            starts=rows.start,
-            page_tables=rows.page_tables,
-            rows_each=path_len,
-            num_tail=path_len,
+            positions=walked.positions,
+            row_slots=walked.row_slots,
+            visible=walked.visible,
+            starts=opened.start,
+            page_tables=opened.page_tables,
+            rows_each=self.state.path_len,
+            num_tail=self.state.path_len,
             page_size=self.state.page_size,
         )
-        fused = drafter.layer.fuse(torch.cat(columns, dim=-1) if len(columns) > 1 else columns[0])
-        outputs = drafter.layer.forward(fused, emitted.clamp(min=0).flatten(), batch, drafter.pool)
-        return outputs.view(count, path_len, -1)
+        fused = drafter.layer.fuse(gather_columns(columns, walked.nodes))
+        return drafter.layer.forward(fused, walked.next_tokens, batch, drafter.pool)
 
 
 @dataclass(frozen=True, slots=True)

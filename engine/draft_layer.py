@@ -21,7 +21,8 @@ from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
 from graftline.kernels.attention_batch import AttentionBatch
 from graftline.kernels.draft_growth import DraftGrowth, DraftShape, DraftWeights
-from graftline.kernels.linear import LinearWeight, linear, linear_gate_up, pack_linear
+from graftline.kernels.draft_inputs import draft_inputs
+from graftline.kernels.linear import LinearWeight, linear, linear_gate_up, linear_wide, pack_linear
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.qkv_placing import place_qkv
 from graftline.kernels.rope import rope_
@@ -144,6 +145,11 @@ class DraftLayer:
         """The head may run below this position: neither past its own context nor past the target's."""
         return min(self.config.context_length, self._target.context_length)
 
+    @property
+    def to_target(self) -> Tensor | None:
+        """See `DraftModule`."""
+        return self._to_target
+
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of the target for ids of the draft vocabulary."""
         return draft_ids if self._to_target is None else self._to_target[draft_ids]
@@ -156,11 +162,13 @@ class DraftLayer:
         """[rows, hidden] outputs -> [rows, draft_vocab] float32."""
         if self._norm is not None:
             outputs = rms_norm(outputs, self._norm, self.config.rms_norm_eps)
-        return self._target.logits(outputs) if self._head is None else linear(outputs, self._head).float()
+        return self._target.logits(outputs) if self._head is None else linear_wide(outputs, self._head)
 
-    def forward(self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool) -> Tensor:
-        """[rows, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV."""
-        qkv, residual = self._inputs(feature, next_tokens)
+    def forward(
+        self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool, feature_rows: Tensor | None = None
+    ) -> Tensor:
+        """See `DraftModule`."""
+        qkv, residual = self._inputs(feature, next_tokens, feature_rows)
         k_pages, v_pages = pool.layer_kv(pool.layers[0])
         q = place_qkv(qkv, k_pages, v_pages, batch, self._rotated(batch.positions), self._cos, self._sin)
         return self._outputs(self._attention(q, k_pages, v_pages, batch, self._scale), residual)
@@ -195,10 +203,20 @@ class DraftLayer:
         """Where rows of these positions stand for their rotation."""
         return positions + self.config.position_offset if self.config.position_offset else positions
 
-    def _inputs(self, feature: Tensor, next_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs(
+        self, feature: Tensor, next_tokens: Tensor, feature_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """q, k and v of the rows, side by side, and their residual stream."""
         config = self.config
         eps = config.rms_norm_eps
+        table = self._embedding_table(feature)
+        if self._is_eagle3 and table is not None:
+            assert self._input_norm is not None
+            inputs, residual = draft_inputs(
+                table, next_tokens, self._input_norm, feature, feature_rows, self._hidden_norm, eps
+            )
+            return linear(inputs, self._qkv), residual
+        feature = feature if feature_rows is None else feature[feature_rows]
         embedded = self._embed(next_tokens)
         if self._is_eagle3:
             assert self._input_norm is not None
@@ -251,6 +269,15 @@ class DraftLayer:
                 sin=self._sin,
             ),
         )
+
+    def _embedding_table(self, feature: Tensor) -> Tensor | None:
+        """The embedding as a plain matrix of the features' type, on CUDA; elsewhere it is packed."""
+        if not feature.is_cuda:
+            return None
+        if self._embedding is not None:
+            return self._embedding
+        shared = self._target.embedding
+        return None if shared is None or shared.dtype != feature.dtype else shared.data
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         return self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]

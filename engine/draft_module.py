@@ -35,6 +35,10 @@ class DraftModule(Protocol):
     def position_limit(self) -> int:
         """The head may run at positions below this one."""
 
+    @property
+    def to_target(self) -> Tensor | None:
+        """[draft vocabulary] int64 ids of the target; None where they are the same."""
+
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Vocabulary ids of the target for ids of the draft vocabulary."""
 
@@ -44,8 +48,14 @@ class DraftModule(Protocol):
     def logits(self, outputs: Tensor) -> Tensor:
         """[rows, hidden] outputs -> [rows, draft_vocab] float32."""
 
-    def forward(self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool) -> Tensor:
-        """[rows, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV."""
+    def forward(
+        self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool, feature_rows: Tensor | None = None
+    ) -> Tensor:
+        """[n, hidden] features and [rows] next tokens -> [rows, hidden] outputs; writes the rows' KV.
+
+        Args:
+            feature_rows: [rows] int64, the feature of every row; None where they are in order.
+        """
 
     def forward_newest(
         self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool, newest: int

@@ -5,7 +5,6 @@ values it knows better (a handoff just ended, or a step of another kind came bet
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,33 +13,10 @@ from graftline.engine.pages import num_pages_for
 from graftline.engine.plan import PageChange, Segment, SlotOpening
 from graftline.engine.round_order import RoundOrder
 from graftline.engine.tree_shape import TreeShape
+from graftline.kernels.round_open import OpenRounds, RoundLayout, open_rounds
+from graftline.kernels.round_walk import WalkedRounds, close_rounds
 from graftline.kernels.sample import SamplingRows
 from graftline.kernels.upload import upload
-
-_START, _NODES, _ACCEPTED = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRows:
-    """Rows of the table, [sequences, ...] each.
-
-    Attributes:
-        slots: [sequences] int64; the padding slot for sequences that are none.
-        start: [sequences] int32 committed length L.
-        accepted: [sequences, S + 1] int32 nodes of the last round whose KV is not moved yet, padded with -1.
-        tokens: [sequences, V] int64.
-        parents: [sequences, V] int64.
-        num_nodes: [sequences] int64 nodes to verify; 0 for padding.
-        page_tables: [sequences, max_pages] int32.
-    """
-
-    slots: Tensor
-    start: Tensor
-    accepted: Tensor
-    tokens: Tensor
-    parents: Tensor
-    num_nodes: Tensor
-    page_tables: Tensor
 
 
 class RoundState:
@@ -64,11 +40,9 @@ class RoundState:
         self.order = RoundOrder(device)
         # Rounds run ahead of the host: one more tree than the last that counts may be written.
         self.max_pages = num_pages_for(max_len + 2 * (self.path_len + shape.nodes), page_size)
-        self._tokens_at = _ACCEPTED + self.path_len
-        self._parents_at = self._tokens_at + shape.nodes
-        width = self._parents_at + shape.nodes
-        self._rows = torch.zeros(num_slots + 1, width, dtype=torch.int64, device=device)
-        self._rows[:, _ACCEPTED : self._tokens_at] = -1
+        self.layout = layout = RoundLayout(self.path_len, shape.nodes)
+        self._rows = torch.zeros(num_slots + 1, layout.width, dtype=torch.int64, device=device)
+        self._rows[:, layout.accepted_at : layout.tokens_at] = -1
         self._pages = torch.zeros(num_slots + 1, self.max_pages, dtype=torch.int32, device=device)
         self._limits = torch.zeros(num_slots + 1, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
         self._limits[:, 1] = 1.0
@@ -117,40 +91,22 @@ class RoundState:
             rows = values[len(padded) :].view(len(told), -1)
             self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
 
-    def read(self, slots: Tensor) -> RoundRows:
+    def read(self, slots: Tensor) -> OpenRounds:
         """The values of [sequences] slots, as of this point of the device's stream."""
-        rows = self._rows[slots]
-        return RoundRows(
-            slots=slots,
-            start=rows[:, _START].int(),
-            accepted=rows[:, _ACCEPTED : self._tokens_at].int(),
-            tokens=rows[:, self._tokens_at : self._parents_at].contiguous(),
-            parents=rows[:, self._parents_at :].contiguous(),
-            num_nodes=rows[:, _NODES].contiguous(),
-            page_tables=self._pages[slots],
-        )
+        return open_rounds(self._rows, self._pages, slots, self.layout, self.page_size)
 
-    def write(self, rows: RoundRows) -> Tensor:
-        """Keeps what a round left; slots of padding get nothing to verify.
-
-        Returns:
-            [sequences, width] the rows as written, for `unpack`.
-        """
-        is_real = (rows.slots != self.padding_slot).unsqueeze(1)
-        counts = torch.stack((rows.start.long(), rows.num_nodes), dim=1) * is_real
-        accepted = torch.where(is_real, rows.accepted.long(), -1)
-        packed = torch.cat((counts, accepted, rows.tokens, rows.parents), dim=1)
-        self._rows.index_copy_(0, rows.slots, packed)
-        return packed
+    def write(self, slots: Tensor, walked: WalkedRounds, tokens: Tensor, parents: Tensor, num_nodes: Tensor) -> Tensor:
+        """Keeps what a round left and the trees that come next; see `close_rounds`."""
+        return close_rounds(self._rows, slots, self.padding_slot, self.layout, walked, tokens, parents, num_nodes)
 
     def unpack(self, row: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        """One row of `write` on the host: (accepted nodes, tokens, parents of the tree)."""
-        nodes = row[_NODES]
-        accepted = [node for node in row[_ACCEPTED : self._tokens_at] if node >= 0]
-        tokens = list(row[self._tokens_at : self._tokens_at + nodes])
-        return accepted, tokens, list(row[self._parents_at : self._parents_at + nodes])
+        """One row of the table on the host: (accepted nodes, tokens, parents of the tree)."""
+        layout, nodes = self.layout, row[1]
+        accepted = [node for node in row[layout.accepted_at : layout.tokens_at] if node >= 0]
+        tokens = list(row[layout.tokens_at : layout.tokens_at + nodes])
+        return accepted, tokens, list(row[layout.parents_at : layout.parents_at + nodes])
 
-    def sampling(self, slots: Tensor, *, is_greedy: bool) -> SamplingRows:
+    def sampling(self, slots: Tensor) -> SamplingRows:
         """Sampling parameters of [rows] slots."""
         limits, draws = self._limits[slots], self._draws[slots]
         return SamplingRows(
@@ -159,7 +115,7 @@ class RoundState:
             top_p=limits[:, 1].contiguous(),
             min_p=limits[:, 2].contiguous(),
             seed=draws[:, 1].contiguous(),
-            is_greedy=is_greedy,
+            is_greedy=False,
         )
 
     def _row(self, segment: Segment) -> list[int]:

@@ -128,6 +128,22 @@ def linear(x: Tensor, w: LinearWeight) -> Tensor:
     return out
 
 
+def linear_wide(x: Tensor, w: LinearWeight) -> Tensor:
+    """`linear` whose sums are not rounded to the type of x: logits, whose near ties a choice must not fall for.
+
+    Returns:
+        [rows, out] float32.
+
+    Raises:
+        ValueError: x does not fit the weight.
+    """
+    if not x.is_cuda or x.dtype == torch.float32 or w.bias is not None or x.shape[-1:] != (w.in_features,):
+        return linear(x, w).float()
+    if streams(x, w, is_gated=False):
+        return skinny_linear(x, w.data, out_dtype=torch.float32)
+    return torch.mm(x, w.data.t(), out_dtype=torch.float32)
+
+
 def linear_gate_up(x: Tensor, w: LinearWeight) -> Tensor:
     """`silu_mul(linear(x, w))`, in one launch on CUDA where that is faster; it rounds once instead of twice there.
 

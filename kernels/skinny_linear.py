@@ -23,7 +23,11 @@ class LinearBackend(StrEnum):
 
 
 def skinny_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: LinearBackend = LinearBackend.TRITON
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    backend: LinearBackend = LinearBackend.TRITON,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32.
 
@@ -32,20 +36,21 @@ def skinny_linear(
         weight: [out, in], type of x, contiguous.
         bias: [out], type of x, or None.
         backend: ignored on CPU.
+        out_dtype: of the result, that of x when None.
 
     Returns:
-        [rows, out], type of x.
+        [rows, out].
 
     Raises:
         ValueError: shapes, strides or types that do not fit.
     """
     _check(x, weight, bias)
     if not x.is_cuda or backend is LinearBackend.TORCH:
-        return torch_linear(x, weight, bias)
+        return torch_linear(x, weight, bias).to(out_dtype or x.dtype)
     _check_rows_on_gpu(x)
     from graftline.kernels.skinny_linear_triton import skinny_linear as kernel
 
-    return kernel(x, weight, bias)
+    return kernel(x, weight, bias, out_dtype=out_dtype)
 
 
 def skinny_gate_up(x: Tensor, weight: Tensor, backend: LinearBackend = LinearBackend.TRITON) -> Tensor:

@@ -143,21 +143,33 @@ def is_ahead(rows: int, inputs: int, outputs: int, is_gated: bool) -> bool:
     return rows <= 16 or (rows <= MAX_ROWS and (inputs >= _LONG_INPUTS or inputs < _SHORT_INPUTS))
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, streaming: Streaming | None = None) -> Tensor:
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    streaming: Streaming | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """See `graftline.kernels.skinny_linear.skinny_linear`."""
-    return _run(x, weight, bias, weight.shape[0], streaming, is_gated=False)
+    return _run(x, weight, bias, weight.shape[0], streaming, out_dtype or x.dtype, is_gated=False)
 
 
 def skinny_gate_up(x: Tensor, weight: Tensor, streaming: Streaming | None = None) -> Tensor:
     """See `graftline.kernels.skinny_linear.skinny_gate_up`; not to be split."""
-    return _run(x, weight, None, weight.shape[0] // 2, streaming, is_gated=True)
+    return _run(x, weight, None, weight.shape[0] // 2, streaming, x.dtype, is_gated=True)
 
 
 def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, streaming: Streaming | None, is_gated: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    outputs: int,
+    streaming: Streaming | None,
+    out_dtype: torch.dtype,
+    is_gated: bool,
 ) -> Tensor:
     rows, inputs = x.shape
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, outputs), dtype=out_dtype, device=x.device)
     if not rows:
         return out
     if streaming is None:

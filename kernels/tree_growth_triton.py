@@ -9,19 +9,19 @@ _CHUNK = 32  # scores compared with at a time
 
 
 @triton.jit
-def _ordered(scores):
+def ordered(scores):
     """NaN counts as least: without an order every candidate would be the best, and be stored past the end."""
     return tl.where(scores == scores, scores, float("-inf"))
 
 
 @triton.jit
-def _ranks(scores, index, scores_ptr, count, CHUNK: tl.constexpr):
+def ranks(scores, index, scores_ptr, count, CHUNK: tl.constexpr):
     """Rank of every score in [n] among the `count` stored ones: larger first, ties by index."""
     rank = tl.zeros(index.shape, tl.int32)
     for first in range(0, count, CHUNK):
         other_index = first + tl.arange(0, CHUNK)
         inside = other_index < count
-        other = _ordered(tl.load(scores_ptr + other_index, mask=inside, other=0.0))[None, :]
+        other = ordered(tl.load(scores_ptr + other_index, mask=inside, other=0.0))[None, :]
         earlier = (other == scores[:, None]) & (other_index[None, :] < index[:, None])
         rank += tl.sum((((other > scores[:, None]) | earlier) & inside[None, :]).to(tl.int32), 1)
     return rank
@@ -37,10 +37,10 @@ def _select_children_kernel(
     count = beam * width
     inside = index < count
     cum = tl.load(cum_ptr + request * beam + index // width, mask=inside, other=0.0)
-    scores = _ordered(cum + tl.load(child_ptr + request * count + index, mask=inside, other=0.0))
+    scores = ordered(cum + tl.load(child_ptr + request * count + index, mask=inside, other=0.0))
     tl.store(scores_ptr + request * count + index, scores, mask=inside)
     tl.debug_barrier()  # the ranks read what other threads stored
-    rank = _ranks(scores, index, scores_ptr + request * count, count, CHUNK)
+    rank = ranks(scores, index, scores_ptr + request * count, count, CHUNK)
     chosen = inside & (rank < width)
     token = tl.load(child_ids_ptr + request * count + index, mask=inside, other=0)
     tl.store(best_ptr + request * width + rank, index.to(tl.int64), mask=chosen)
@@ -56,8 +56,8 @@ def _select_tree_kernel(
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     inside = index < count
-    scores = _ordered(tl.load(scores_ptr + request * count + index, mask=inside, other=0.0))
-    selected = inside & (_ranks(scores, index, scores_ptr + request * count, count, CHUNK) < num_drafts)
+    scores = ordered(tl.load(scores_ptr + request * count + index, mask=inside, other=0.0))
+    selected = inside & (ranks(scores, index, scores_ptr + request * count, count, CHUNK) < num_drafts)
     node = tl.cumsum(selected.to(tl.int32), 0)  # of a selected candidate: its node number
     parent = tl.load(parents_ptr + request * count + index, mask=inside, other=-1).to(tl.int32)
     parent_node = tl.where(parent >= 0, tl.gather(node, tl.maximum(parent, 0), 0), 0)

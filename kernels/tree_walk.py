@@ -1,6 +1,6 @@
-"""Draft trees on the device: depths and ancestors of their nodes, and the walk along what was sampled.
+"""Padded draft trees: depths and ancestors of their nodes, and the walk along what was sampled.
 
-Both are for rounds that never ask the host: trees are padded to one number of nodes, answers too.
+On CUDA, both are parts of larger launches: `graftline.kernels.round_open` and `round_walk`.
 """
 
 import torch
@@ -24,15 +24,6 @@ def tree_rows(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: shapes or types that do not fit.
     """
     check_trees(parents, num_nodes)
-    if parents.is_cuda:
-        from graftline.kernels.tree_walk_triton import tree_rows as kernel
-
-        return kernel(parents, num_nodes)
-    return tree_rows_reference(parents, num_nodes)
-
-
-def tree_rows_reference(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """The specification."""
     trees, nodes = parents.shape
     depths = torch.zeros((trees, nodes), dtype=torch.int32)
     visible = torch.zeros((trees, nodes), dtype=torch.int64)
@@ -75,17 +66,6 @@ def walk_trees(
             raise ValueError(f"{name}: {ids.dtype} {tuple(ids.shape)} for trees {tuple(parents.shape)}")
     if depth < 0:
         raise ValueError(f"depth: {depth} is below 0")
-    if parents.is_cuda:
-        from graftline.kernels.tree_walk_triton import walk_trees as kernel
-
-        return kernel(tokens, parents, num_nodes, sampled, depth)
-    return walk_trees_reference(tokens, parents, num_nodes, sampled, depth)
-
-
-def walk_trees_reference(
-    tokens: Tensor, parents: Tensor, num_nodes: Tensor, sampled: Tensor, depth: int
-) -> tuple[Tensor, Tensor]:
-    """The specification."""
     accepted = torch.full((parents.shape[0], depth + 1), -1, dtype=torch.int32)
     counts = torch.zeros(parents.shape[0], dtype=torch.int32)
     trees = zip(tokens.tolist(), parents.tolist(), num_nodes.tolist(), sampled.tolist(), strict=True)

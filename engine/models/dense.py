@@ -19,7 +19,7 @@ from graftline.errors import InvalidRequestError
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
 from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
-from graftline.kernels.linear import LinearWeight, linear, pack_linear, unpack_rows
+from graftline.kernels.linear import LinearWeight, linear_wide, pack_linear, unpack_rows
 from graftline.kernels.norm import rms_norm
 from graftline.kernels.tree_batch import RowBatch
 from graftline.kernels.weight_arena import WeightArena
@@ -143,7 +143,7 @@ class DenseModel:
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, hidden] from `final_norm` -> [rows, vocab] float32."""
         assert self._head is not None, "this stage was loaded without the head"
-        return linear(normed, self._head).float()
+        return linear_wide(normed, self._head)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """Rows of the output head for [n] int64 ids: [n, hidden]."""

@@ -23,7 +23,7 @@ from graftline.kernels.causal_conv import causal_conv
 from graftline.kernels.gated_delta import delta_inputs, gated_delta, gated_rms_norm
 from graftline.kernels.gating import sigmoid_mul
 from graftline.kernels.kv_write import write_kv
-from graftline.kernels.linear import LinearWeight, linear, unpack_rows
+from graftline.kernels.linear import LinearWeight, linear, linear_wide, unpack_rows
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.rope import rope_
 from graftline.kernels.tree_batch import RowBatch
@@ -140,7 +140,7 @@ class Qwen3NextModel:
     def logits(self, normed: Tensor) -> Tensor:
         """See `TargetModel`."""
         assert self._head is not None, "this stage was loaded without the head"
-        return linear(normed, self._head).float()
+        return linear_wide(normed, self._head)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """See `TargetModel`."""

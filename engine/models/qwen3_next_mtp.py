@@ -76,6 +76,11 @@ class MtpModule:
         """See `DraftModule`."""
         return self._config.context_length
 
+    @property
+    def to_target(self) -> Tensor | None:
+        """None: the vocabulary is the target's."""
+        return None
+
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """The same: the vocabulary is the target's."""
         return draft_ids
@@ -88,9 +93,11 @@ class MtpModule:
         """See `DraftModule`."""
         return self._logits(outputs)
 
-    def forward(self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool) -> Tensor:
+    def forward(
+        self, feature: Tensor, next_tokens: Tensor, batch: RowBatch, pool: KvPool, feature_rows: Tensor | None = None
+    ) -> Tensor:
         """See `DraftModule`."""
-        return self._run(feature, next_tokens, batch, pool, None)
+        return self._run(feature if feature_rows is None else feature[feature_rows], next_tokens, batch, pool, None)
 
     def forward_newest(
         self, feature: Tensor, next_tokens: Tensor, batch: AttentionBatch, pool: KvPool, newest: int

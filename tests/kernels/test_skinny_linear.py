@@ -5,6 +5,7 @@ import torch
 from kernel_cases import normal, poisoned_allocations
 from torch import Tensor
 
+from graftline.kernels.linear import linear, linear_wide, pack_linear
 from graftline.kernels.skinny_linear import (
     LinearBackend,
     skinny_gate_up,
@@ -51,6 +52,21 @@ def test_products(
     with poisoned_allocations():
         out = skinny_linear_triton.skinny_linear(there(x), there(weight), there(bias), streaming)
     close(out, skinny_linear_reference(x, weight, bias))
+
+
+def test_wide_results_are_not_rounded() -> None:
+    x, weight = normal(3, 64, seed=1, dtype=torch.bfloat16), normal(40, 64, seed=2, dtype=torch.bfloat16)
+    with poisoned_allocations():
+        out = skinny_linear_triton.skinny_linear(
+            there(x), there(weight), None, Streaming(16, 32, 4, 2, 1), out_dtype=torch.float32
+        )
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.cpu(), x.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
+
+
+def test_linear_wide_is_linear_on_cpu() -> None:
+    x, weight = normal(3, 10), pack_linear(normal(8, 10, seed=2), normal(8, seed=3))
+    assert torch.equal(linear_wide(x, weight), linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

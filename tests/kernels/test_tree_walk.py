@@ -1,21 +1,15 @@
-"""Trees on the device: ancestors, depths and walks, against the engine's own way of looking at a tree."""
+"""Padded trees: ancestors, depths and walks, against the engine's own way of looking at a tree."""
 
 import random
 
 import pytest
 import torch
-from kernel_cases import poisoned_allocations, random_parents
+from kernel_cases import random_parents
 from torch import Tensor
 
 from graftline.engine.verify import accepted_path
 from graftline.kernels.attention_batch import SegmentRows
-from graftline.kernels.tree_walk import tree_rows, tree_rows_reference, walk_trees, walk_trees_reference
-
-pytest.importorskip("triton")
-
-from graftline.kernels import tree_walk_triton
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from graftline.kernels.tree_walk import tree_rows, walk_trees
 
 
 def padded(trees: list[list[int]], width: int, filling: int) -> Tensor:
@@ -35,10 +29,6 @@ def test_rows(dtype: torch.dtype, filling: int) -> None:
             mask = visible[tree, node].item()
             ancestors = [other for other in range(9) if mask >> other & 1]
             assert ancestors == (_path(links, node) if node < len(links) else [])
-    with poisoned_allocations():
-        ours = tree_walk_triton.tree_rows(parents.to(DEVICE), counts.to(DEVICE, torch.int32))
-    assert torch.equal(ours[0].cpu(), depths)
-    assert torch.equal(ours[1].cpu(), visible)
 
 
 def _path(links: list[int], node: int) -> list[int]:
@@ -48,10 +38,8 @@ def _path(links: list[int], node: int) -> list[int]:
 def test_the_last_node_of_the_largest_tree_has_the_sign_bit() -> None:
     parents = torch.arange(-1, 63).view(1, 64)
     count = torch.tensor([64])
-    depths, visible = tree_rows_reference(parents, count)
+    depths, visible = tree_rows(parents, count)
     assert (int(depths[0, 63]), int(visible[0, 63]), int(visible[0, 62])) == (63, -1, 2**63 - 1)
-    ours = tree_walk_triton.tree_rows(parents.to(DEVICE), count.to(DEVICE))
-    assert torch.equal(ours[1].cpu(), visible)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -69,19 +57,13 @@ def test_walks_are_those_of_the_engine(seed: int) -> None:
         path = accepted_path(tokens[tree].tolist()[: len(links)], links, samples)[: depth + 1] if links else []
         assert accepted[tree].tolist() == path + [-1] * (depth + 1 - len(path))
         assert int(num_accepted[tree]) == len(path)
-    arguments = [x.to(DEVICE) for x in (tokens, parents, counts, sampled)]
-    with poisoned_allocations():
-        ours = tree_walk_triton.walk_trees(*arguments, depth)
-    assert torch.equal(ours[0].cpu(), accepted)
-    assert torch.equal(ours[1].cpu(), num_accepted)
 
 
 def test_no_sample_is_nobodys_token() -> None:
     arguments = torch.tensor([[5, -1]]), torch.tensor([[-1, 0]]), torch.tensor([2]), torch.tensor([[-1, 3]])
-    for walk in (walk_trees_reference, tree_walk_triton.walk_trees):
-        accepted, count = walk(*(x.to(DEVICE) for x in arguments), 1)
-        assert accepted.cpu().tolist() == [[0, -1]]
-        assert count.cpu().tolist() == [1]
+    accepted, count = walk_trees(*arguments, 1)
+    assert accepted.tolist() == [[0, -1]]
+    assert count.tolist() == [1]
 
 
 def test_misfits_are_named() -> None:

@@ -29,12 +29,22 @@ _POINTERS = {
     "draft_nodes_ptr": "*i64", "shrink": "fp32", "row_slots_ptr": "*i64", "visible_ptr": "*i64",
     "num_nodes_ptr": "*i32", "depths_ptr": "*i32", "tokens_ptr": "*i64", "sampled_ptr": "*i64", "path_ptr": "*i32",
     "num_accepted_ptr": "*i32", "stats_ptr": "*fp32", "firsts_ptr": "*i64", "counts_ptr": "*i32",
+    "table_ptr": "*i64", "pages_ptr": "*i32", "round_slots_ptr": "*i64", "accepted_start_ptr": "*i32",
+    "emitted_ptr": "*i64", "bonus_ptr": "*i64", "new_starts_ptr": "*i32", "path_rows_ptr": "*i64",
+    "next_tokens_ptr": "*i64", "last_ptr": "*i64", "result_ptr": "*i64", "to_target_ptr": "*i64", "beam_ptr": "*i64",
+    "seen_ptr": "*i64", "next_scores_ptr": "*fp32", "next_beam_ptr": "*i64", "next_seen_ptr": "*i64",
+    "parent_rows_ptr": "*i64", "roots_ptr": "*i64", "tree_tokens_ptr": "*i64", "words_ptr": "*i32",
+    "tables_ptr": "*i32", "rows_ptr": "*i64",
     "weights_ptr": "*fp32", "kept_ptr": "*fp32", "kept_ids_ptr": "*i32", "margin": "fp32",
 }  # fmt: skip
 _WIDE_KEYS = ("_gated_delta_kernel", "_store_inputs_kernel")
-_OVERRIDES = {(kernel, "parents_ptr"): "*i64" for kernel in ("_select_tree_kernel", "_walk_trees_kernel")} | {
-    (kernel, name): "*fp32" for kernel in _WIDE_KEYS for name in ("q_ptr", "k_ptr")
-}
+_TREES = ("_select_tree_kernel", "_open_rounds_kernel", "_walk_rounds_kernel", "_close_rounds_kernel")
+_GROWN = ("_grow_level_kernel", "_finish_trees_kernel")
+_OVERRIDES = (
+    {(kernel, "parents_ptr"): "*i64" for kernel in (*_TREES, *_GROWN)}
+    | {(kernel, "num_nodes_ptr"): "*i64" for kernel in (*_TREES, *_GROWN)}
+    | {(kernel, name): "*fp32" for kernel in _WIDE_KEYS for name in ("q_ptr", "k_ptr")}
+)
 _HEAD = {"BLOCK_K": 128, "BLOCK_V": 32}
 _VARIANTS: dict[str, list[dict[str, object]]] = {
     "_causal_conv_kernel": [{"WIDTH": 4, "KEEP": keep, "BLOCK": 512, "BLOCK_S": 32} for keep in (False, True)],
@@ -94,6 +104,13 @@ _DEFAULT_BLOCKS = {
     "BLOCK_SPLITS": 8,
     "BLOCK_D": 128,
     "CHUNK": 32,
+    "PAGE_SIZE": 16,
+    "BLOCK_PATH": 8,
+    "BLOCK_PAGES": 1024,
+    "BLOCK_NODES": 16,
+    "FIRST": False,
+    "MAPPED": True,
+    "GATHERS": True,
 }
 
 
@@ -141,13 +158,11 @@ def type_of(kernel: JITFunction, name: str, activations: str) -> str:
 
 def compile_kernel(kernel: JITFunction, constants: dict[str, object], activations: str) -> int:
     """Bytes of the cubin."""
-    overlaps = {"OVERLAP": True} if "OVERLAP" in kernel.arg_names else {}
-    constants = constants | overlaps
     signature = {
         name: "constexpr" if name in constants else type_of(kernel, name, activations) for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return len(triton.compile(source, target=_TARGET, options={"launch_pdl": bool(overlaps)}).asm["cubin"])
+    return len(triton.compile(source, target=_TARGET).asm["cubin"])
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
 from graftline.kernels.tree_batch import TreeBatch
-from graftline.kernels.tree_walk import tree_rows_reference
+from graftline.kernels.tree_walk import tree_rows
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -90,7 +90,7 @@ class PagedSequences:
                 for node in range(nodes[index]):
                     page, offset = divmod(tree[0] + node, page_size)
                     slots[index, node] = self.page_ids[index][page] * page_size + offset
-        depths, visible = tree_rows_reference(parents, torch.tensor(nodes))
+        depths, visible = tree_rows(parents, torch.tensor(nodes))
         begins = torch.tensor(starts, dtype=torch.int32)
         return TreeBatch(
             positions=(begins.unsqueeze(1) + depths).flatten(),
