@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # A message is closed once it holds so much: what one call says must not wait for very much of others.
 MAX_EVENTS_PER_MESSAGE = 256
 MAX_MESSAGE_BYTES = 1 << 20
+# Of the event loop: a call begins in the first, and what it does then in the second.
+TURNS_BEFORE_READ = 2
 # Of one call: its last tokens, and `finished` right behind them.
 MAX_UNSENT_EVENTS = 2
 
@@ -148,6 +150,9 @@ class CallStream:
                 for call_id in message.cancelled_call_ids:
                     if call_id in self._running:
                         self._running[call_id].cancel()
+                # What was asked goes on its way before the next read is asked for, which takes as long as a write.
+                for _ in range(TURNS_BEFORE_READ):
+                    await asyncio.sleep(0)
         except InvalidRequestError as error:
             self._read_error = error
         finally:

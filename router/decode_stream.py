@@ -167,6 +167,8 @@ class DecodeStream:
                     call.came(event)
                     if is_last:
                         call.end(None)
+            # What came goes on to the clients before the next read is asked for, which takes as long as a write.
+            await asyncio.sleep(0)
         return _unavailable(ENDED_EARLY)
 
     async def _write(self, stream: Stream) -> None:

@@ -16,6 +16,7 @@ class SpeculationFigures:
         self._seen = SpeculationStats()
         self._num_messages = 0
         self._num_drafts = 0
+        self._has_ended = False
 
     def attempt_started(self, draft_nodes: int) -> None:
         """A new attempt begins."""
@@ -38,6 +39,10 @@ class SpeculationFigures:
     def attempt_ended(self, reported: SpeculationStats | None) -> None:
         """Adds the attempt: what its decode reported, otherwise what was seen."""
         stats = self._seen if reported is None else reported
+        if not self._has_ended:
+            self._has_ended = True
+            self.total.CopyFrom(stats)
+            return
         for name in ("rounds", "drafted", "accepted", "first_round_drafted", "first_round_accepted"):
             setattr(self.total, name, getattr(self.total, name) + getattr(stats, name))
         if self.total.tree_origin == TreeOrigin.TREE_ORIGIN_UNSPECIFIED:

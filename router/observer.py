@@ -139,7 +139,8 @@ class RequestObserver:
         """A choice ended well."""
         instruments, usage, stats = self._instruments, finish.usage, finish.speculation
         instruments.prompt_tokens.inc(usage.prompt_tokens)
-        instruments.cached_tokens.inc(usage.cached_tokens)
+        if usage.cached_tokens:
+            instruments.cached_tokens.inc(usage.cached_tokens)
         if stats.rounds:
             instruments.rounds.inc(stats.rounds)
             instruments.drafted.inc(stats.drafted)

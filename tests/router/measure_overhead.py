@@ -1,8 +1,10 @@
 """What the router adds to a request: time to first token and to the end, over a direct call of the same decode.
 
-Worker, router and caller are processes of their own on loopback; the decode is a stand-in that answers at once, so
-that the difference is the router's alone. Direct and routed calls alternate. `router_cpu_us` is the processor time that
-the router spends on one request: unlike latencies it hardly depends on what else the machine does. Run:
+Worker, router and caller are processes of their own on loopback; the decode is a stand-in that computes nothing, with
+rounds of 3 tokens `--round-ms` apart. Calls of all kinds take turns of a few, so that they meet the same machine.
+`bare_call` and `bare_stream` (`bare_proxies.py`) are the floor: the least that a Python proxy adds. `cpu_us` is the
+processor time of the process that a call goes to, for one request: unlike latencies it hardly depends on what else the
+machine does. Run:
 
     python tests/router/measure_overhead.py [--requests 2000] [--concurrency 1] [--prompt-chars 200] [--tokens 4]
 """
@@ -14,16 +16,21 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
 import uvloop
+from bare_proxies import Kind, bare_call, bare_stream, running_proxy
 from router_fakes import decode, prefill, started
 
-from graftline.bench.processes import cpu_times_s
 from graftline.proto.channel import open_channel
 from graftline.proto.v1.common_pb2 import SamplingParams, StoppingParams
 from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest
@@ -34,35 +41,95 @@ from graftline.router.config import RouterConfig, WorkerLists
 from graftline.router.server import running_router
 
 Sample = tuple[float, float]
+SPAWN = multiprocessing.get_context("spawn")
+# Calls of one kind in a row.
+TURN = 20
+WARM_UP_TURNS = 5
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process that calls go to."""
+
+    address: str
+    pid: int
 
 
 def run_workers(pipe: Connection) -> None:
     async def main() -> None:
-        workers = prefill(), decode()
+        workers = prefill(), decode(token_delay_s=pipe.recv())
         async with started(*workers):
             pipe.send([worker.address for worker in workers])
             await asyncio.to_thread(pipe.recv)
 
-    asyncio.run(main())
+    run_like_the_command(main())
 
 
-def run_router(pipe: Connection, addresses: list[str]) -> None:
+def run_router(pipe: Connection) -> None:
     async def main() -> None:
+        addresses = pipe.recv()
         lists = WorkerLists((addresses[0],), (addresses[1],))
         async with running_router(RouterConfig(workers=lists, drain_grace_s=0)) as router:
             await router.wait_until_usable(10)
             pipe.send(router.address)
             await asyncio.to_thread(pipe.recv)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `graftline router`
-        runner.run(main())
+    run_like_the_command(main())
 
 
-async def measure(
-    arguments: argparse.Namespace, decode_address: str, router_address: str, router_pid: int
-) -> dict[str, object]:
-    prompt = ("the quick brown fox jumps over the lazy dog. " * 1000)[: arguments.prompt_chars]
-    direct_request = DecodeServiceGenerateRequest(
+def run_bare_call(pipe: Connection) -> None:
+    run_like_the_command(proxy(pipe, bare_call))
+
+
+def run_bare_stream(pipe: Connection) -> None:
+    run_like_the_command(proxy(pipe, bare_stream))
+
+
+async def proxy(pipe: Connection, kind: Kind) -> None:
+    async with running_proxy(kind, pipe.recv()[1]) as address:
+        pipe.send(address)
+        await asyncio.to_thread(pipe.recv)
+
+
+def run_like_the_command(main: Coroutine[object, object, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+async def measure(arguments: argparse.Namespace, targets: dict[str, Target]) -> dict[str, object]:
+    async with AsyncExitStack() as stack:
+        calls: dict[str, Callable[[], Awaitable[Sample]]] = {}
+        for kind, target in targets.items():
+            channel = await stack.enter_async_context(open_channel(target.address))
+            if kind == "routed":
+                calls[kind] = partial(call, RouterServiceStub(channel).Generate, routed_request(arguments))
+            else:
+                calls[kind] = partial(call, DecodeServiceStub(channel).Generate, direct_request(arguments))
+        rounds_a_turn = max(1, TURN // arguments.concurrency)
+        num_turns = max(1, arguments.requests // (rounds_a_turn * arguments.concurrency))
+        samples: dict[str, list[Sample]] = {kind: [] for kind in calls}
+        cpu_s = dict.fromkeys(calls, 0.0)
+        for number in range(-WARM_UP_TURNS, num_turns):
+            for kind, one in calls.items():
+                before_s = used_cpu_s(targets[kind].pid)
+                taken: list[Sample] = []
+                for _ in range(rounds_a_turn):
+                    taken += await asyncio.gather(*(one() for _ in range(arguments.concurrency)))
+                if number >= 0:
+                    samples[kind] += taken
+                    cpu_s[kind] += used_cpu_s(targets[kind].pid) - before_s
+    cpu_us = {kind: round(cpu_s[kind] * 1e6 / len(taken), 1) for kind, taken in samples.items()}
+    return {"measured": len(samples["routed"]), **summary(samples), "cpu_us": cpu_us}
+
+
+def prompt_of(arguments: argparse.Namespace) -> str:
+    text = "the quick brown fox jumps over the lazy dog. " * 1000
+    return text[: arguments.prompt_chars]
+
+
+def direct_request(arguments: argparse.Namespace) -> DecodeServiceGenerateRequest:
+    prompt = prompt_of(arguments)
+    return DecodeServiceGenerateRequest(
         request_id="direct",
         attempt=1,
         prefill_address="127.0.0.1:1",
@@ -71,57 +138,40 @@ async def measure(
         sampling=SamplingParams(top_p=1, seed=1),
         stopping=StoppingParams(max_tokens=arguments.tokens, ignore_eos=True),
     )
-    routed_request = GenerateRequest(text=prompt, seed=1, max_tokens=arguments.tokens, ignore_eos=True)
-    async with open_channel(decode_address) as direct_channel, open_channel(router_address) as routed_channel:
-        direct, routed = DecodeServiceStub(direct_channel), RouterServiceStub(routed_channel)
-
-        async def call(method: Callable[..., object], request: object) -> Sample:
-            began = time.perf_counter()
-            first_s = 0.0
-            async for _ in method(request):  # type: ignore[attr-defined]
-                first_s = first_s or time.perf_counter() - began
-            return first_s, time.perf_counter() - began
-
-        async def one_direct() -> Sample:
-            return await call(direct.Generate, direct_request)
-
-        async def one_routed() -> Sample:
-            return await call(routed.Generate, routed_request)
-
-        samples: dict[str, list[Sample]] = {"direct": [], "routed": []}
-        calls = {"direct": one_direct, "routed": one_routed}
-        await rounds(arguments, calls, samples, warm_up=max(1, 100 // arguments.concurrency))
-        samples = {"direct": [], "routed": []}
-        cpu_before_s = cpu_times_s([router_pid])[router_pid]
-        await rounds(arguments, calls, samples, warm_up=0)
-        cpu_s = cpu_times_s([router_pid])[router_pid] - cpu_before_s
-    return {**summary(samples), "router_cpu_us": round(cpu_s * 1e6 / len(samples["routed"]), 1)}
 
 
-async def rounds(
-    arguments: argparse.Namespace,
-    calls: dict[str, Callable[[], Awaitable[Sample]]],
-    samples: dict[str, list[Sample]],
-    warm_up: int,
-) -> None:
-    for _ in range(warm_up or arguments.requests // arguments.concurrency):
-        for name, call in calls.items():
-            taken = await asyncio.gather(*(call() for _ in range(arguments.concurrency)))
-            samples[name] += taken
+def routed_request(arguments: argparse.Namespace) -> GenerateRequest:
+    return GenerateRequest(text=prompt_of(arguments), seed=1, max_tokens=arguments.tokens, ignore_eos=True)
+
+
+async def call(generate: Callable[[Any], AsyncIterator[object]], request: object) -> Sample:
+    began = time.perf_counter()
+    first_s = 0.0
+    async for _ in generate(request):
+        first_s = first_s or time.perf_counter() - began
+    return first_s, time.perf_counter() - began
+
+
+def used_cpu_s(pid: int) -> float:
+    """Processor time of all threads of a process, to the nanosecond."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
 def summary(samples: dict[str, list[Sample]]) -> dict[str, object]:
-    figures: dict[str, dict[str, float]] = {}
+    figures: dict[str, object] = {}
     for index, name in enumerate(("first_token_us", "end_us")):
-        by_kind = {kind: sorted(sample[index] * 1e6 for sample in taken) for kind, taken in samples.items()}
-        figures[name] = {
-            f"{kind}_p{p}": round(statistics.quantiles(values, n=100, method="inclusive")[p - 1], 1)
-            for kind, values in by_kind.items()
-            for p in (50, 99)
-        }
         for p in (50, 99):
-            figures[name][f"added_p{p}"] = round(figures[name][f"routed_p{p}"] - figures[name][f"direct_p{p}"], 1)
-    return {"requests": len(samples["routed"]), **figures}
+            at_p = {kind: percentile([sample[index] for sample in taken], p) for kind, taken in samples.items()}
+            figures[f"{name}_p{p}"] = at_p
+            figures[f"{name}_added_p{p}"] = {
+                kind: round(value - at_p["direct"], 1) for kind, value in at_p.items() if kind != "direct"
+            }
+    return figures
+
+
+def percentile(seconds: list[float], p: int) -> float:
+    """In microseconds."""
+    return round(statistics.quantiles(seconds, n=100, method="inclusive")[p - 1] * 1e6, 1)
 
 
 def main() -> None:
@@ -130,18 +180,25 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--prompt-chars", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--round-ms", type=float, default=2.0)
     arguments = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    worker_pipe, worker_end = spawn.Pipe()
-    router_pipe, router_end = spawn.Pipe()
-    workers = spawn.Process(target=run_workers, args=(worker_end,), daemon=True)
-    workers.start()
-    addresses = worker_pipe.recv()
-    router = spawn.Process(target=run_router, args=(router_end, addresses), daemon=True)
-    router.start()
-    assert router.pid is not None
-    figures = asyncio.run(measure(arguments, addresses[1], router_pipe.recv(), router.pid))
-    for pipe, process in ((router_pipe, router), (worker_pipe, workers)):
+    processes: list[tuple[Connection, SpawnProcess]] = []
+
+    def start(run: Callable[[Connection], None], message: object) -> tuple[Any, int]:
+        ours, theirs = SPAWN.Pipe()
+        process = SPAWN.Process(target=run, args=(theirs,), daemon=True)
+        process.start()
+        processes.append((ours, process))
+        ours.send(message)
+        assert process.pid is not None
+        return ours.recv(), process.pid
+
+    addresses, worker_pid = start(run_workers, arguments.round_ms / 1000)
+    targets = {"direct": Target(addresses[1], worker_pid)}
+    for kind, run in (("routed", run_router), ("bare_call", run_bare_call), ("bare_stream", run_bare_stream)):
+        targets[kind] = Target(*start(run, addresses))
+    figures = asyncio.run(measure(arguments, targets))
+    for pipe, process in reversed(processes):
         pipe.send("stop")
         process.join(10)
     print(json.dumps({**vars(arguments), **figures}, indent=2))

@@ -2,6 +2,7 @@
 next request is served."""
 
 import math
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from router_harness import QUICK_REQUESTS, harness
 from graftline.errors import InvalidRequestError, OutOfCapacityError
 from graftline.proto.status import error_from_rpc
 from graftline.proto.v1.worker_pb2 import Limits
+from graftline.router.generation import INLINE_PROMPT_CHARS
+from graftline.router.text.tokenizer import TextTokenizer
 
 V = VOCAB_SIZE
 CHAT = [("user", "Hi")]
@@ -195,3 +198,20 @@ async def test_logprobs_reach_the_client_and_are_large_if_need_be() -> None:
         assert none.logprobs == []
         own = await h.answer(text="x", max_tokens=3, logprobs=0)
         assert [entry.logprob for entry in own.logprobs] == [-0.5] * 3
+
+
+@pytest.mark.parametrize(("num_chars", "is_here"), [(INLINE_PROMPT_CHARS, True), (INLINE_PROMPT_CHARS + 1, False)])
+async def test_long_prompts_are_encoded_off_the_event_loop(
+    num_chars: int, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    encode = TextTokenizer.encode_text
+
+    def noting(tokenizer: TextTokenizer, text: str) -> list[int]:
+        threads.append(threading.get_ident())
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(TextTokenizer, "encode_text", noting)
+    async with harness(prefill(), decode()) as h:
+        await h.answer(text="x" * num_chars, max_tokens=1)
+    assert [thread == threading.get_ident() for thread in threads] == [is_here]
