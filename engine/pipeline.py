@@ -6,6 +6,7 @@ on links of their own, read by threads of their own.
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -337,7 +338,7 @@ class Pipeline:
             dist.init_process_group("gloo", init_method="env://", timeout=timeout)
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False, timeout=timeout)
+            store = _local_store(count, timeout)
             for stage in range(1, count):
                 self._children[stage] = self._spawn(stage, store.port)
             self._await_children(store, deadline)
@@ -385,6 +386,21 @@ class Pipeline:
                 self._fail(stage, str(error))
                 return
             self.put(message)  # type: ignore[arg-type]  # a stage sends nothing but reports on these links
+
+
+def _local_store(count: int, timeout: timedelta) -> TCPStore:
+    """Where the stages of this host meet. By itself a store listens on all interfaces, and lets everybody in."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            count,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def on_device(device: str) -> AbstractContextManager[object]:

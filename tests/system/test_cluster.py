@@ -24,6 +24,7 @@ from graftline.bench.chaos import free_ports
 from graftline.child import ChildDiedError
 from graftline.client import AsyncClient
 from graftline.errors import CancelledRequestError, GraftlineError
+from graftline.kv_transfer.mooncake_engine import MooncakeConfig
 from graftline.launcher import ANY_PORT, Cluster, ClusterSpec, local_cluster, worker_arguments
 from graftline.proto.channel import open_channel
 
@@ -236,21 +237,44 @@ async def test_any_start_order(world: TinyWorld, tmp_path: Path) -> None:
         await cluster.stop()
 
 
+def listeners(cluster: Cluster) -> set[tuple[str, int]]:
+    """Where processes of the cluster listen, those of stages included."""
+    found: set[tuple[str, int]] = set()
+    for child in cluster.children.values():
+        process = psutil.Process(child.pid)
+        for each in (process, *process.children(recursive=True)):
+            sockets = each.net_connections("tcp")
+            found |= {(sock.laddr.ip, sock.laddr.port) for sock in sockets if sock.status == psutil.CONN_LISTEN}
+    return found
+
+
+async def test_only_transfers_listen_everywhere(cluster: Cluster) -> None:
+    """CASES Z01: stages of one host meet on its loopback; docs/transfer.md says of whom the transfer engine lets in."""
+    config = MooncakeConfig("127.0.0.1")
+    everywhere = {port for host, port in listeners(cluster) if host in ("0.0.0.0", "::")}
+    assert everywhere
+    assert all(config.min_port <= port < config.max_port for port in everywhere)
+
+
 @pytest.mark.parametrize("garbage", [pickle.dumps(print), b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 4096], ids=len)
 async def test_garbage_harms_no_port(cluster: Cluster, world: TinyWorld, garbage: bytes) -> None:
-    """CASES Z01: whatever comes to a port, nobody runs it, and everybody goes on."""
-    for child in cluster.children.values():
-        for address in filter(None, (child.ready.get(name) for name in ("address", "http", "metrics"))):
-            host, _, port = address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            with contextlib.suppress(OSError):
+    """CASES Z01: whatever comes to a port, of service, transfer or stage, nobody runs it and everybody goes on."""
+
+    async def throw_at(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection("::1" if host == "::" else host, port)
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1):
                 writer.write(garbage)
                 await writer.drain()
                 writer.write_eof()
-                async with asyncio.timeout(10):
-                    await reader.read(1024)
-            writer.close()
+                await reader.read(1024)
+        writer.close()
+
+    ports = listeners(cluster)
+    assert len(ports) > 10
+    await asyncio.gather(*(throw_at(*port) for port in ports))
     assert all(child.returncode is None for child in cluster.children.values())
+    assert listeners(cluster) == ports
     assert await answer(cluster, prompt(5, 1)) == world.plain.answer(prompt(5, 1), NEW_TOKENS)
 
 
