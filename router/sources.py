@@ -15,6 +15,7 @@ from graftline.router.config import WorkerLists
 logger = logging.getLogger(__name__)
 
 DNS_PREFIX = "dns:"
+RESOLVE_TIMEOUT_S = 1.0
 
 
 class WorkerSource(Protocol):
@@ -30,6 +31,7 @@ class ListSource:
     def __init__(self, lists: WorkerLists) -> None:
         self._lists = lists
         self._last: dict[str, tuple[str, ...]] = {}
+        self._asking: dict[str, asyncio.Future[tuple[str, ...]]] = {}
 
     async def workers(self) -> WorkerLists:
         """See WorkerSource."""
@@ -42,15 +44,29 @@ class ListSource:
         return tuple(dict.fromkeys(expanded))
 
     async def _resolved(self, address: str) -> tuple[str, ...]:
+        """A resolver that does not answer holds up nobody for long, and is asked one question at a time."""
         host, port = parse_address(address.removeprefix(DNS_PREFIX))
+        asking = self._asking.get(address)
+        if asking is None:
+            loop = asyncio.get_running_loop()
+            asking = self._asking[address] = loop.run_in_executor(None, _look_up, host, port)
+        await asyncio.wait({asking}, timeout=RESOLVE_TIMEOUT_S)
+        if not asking.done():
+            logger.warning("no answer yet to the name %r", host)
+            return self._last.get(address, ())
+        del self._asking[address]
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+            self._last[address] = asking.result()
         except OSError as error:
             logger.warning("cannot resolve %r: %s", host, error)
-            return self._last.get(address, ())
-        hosts = [f"[{info[4][0]}]" if info[0] is socket.AF_INET6 else str(info[4][0]) for info in found]
-        self._last[address] = tuple(f"{name}:{port}" for name in sorted(set(hosts)))
-        return self._last[address]
+        return self._last.get(address, ())
+
+
+def _look_up(host: str, port: int) -> tuple[str, ...]:
+    """Addresses of a name, with the port; blocks. Raises OSError when there are none."""
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    hosts = [f"[{info[4][0]}]" if info[0] is socket.AF_INET6 else str(info[4][0]) for info in found]
+    return tuple(f"{name}:{port}" for name in sorted(set(hosts)))
 
 
 class FileSource:

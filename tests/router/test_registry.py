@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import socket
+import threading
 import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -274,6 +277,32 @@ async def test_names_are_resolved_and_keep_their_last_addresses() -> None:
     assert lists.decode[-1] == "127.0.0.1:8"
     assert (await ListSource(WorkerLists(prefill=("dns:no-such-name.invalid:1",))).workers()).prefill == ()
     assert (await FileSource(Path("/nonexistent/w.json")).workers()) == WorkerLists()
+
+
+async def test_a_resolver_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbour of CASES M06: other addresses stay known meanwhile, and the answer counts once it comes."""
+    asked, answers = threading.Semaphore(0), threading.Event()
+    known = socket.getaddrinfo
+
+    def slow(host: str, *rest: Any, **others: Any) -> Any:
+        if host == "slow.example":
+            asked.release()
+            assert answers.wait(10)
+            host = "127.0.0.1"
+        return known(host, *rest, **others)
+
+    monkeypatch.setattr("graftline.router.sources.RESOLVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    source = ListSource(WorkerLists(decode=("dns:slow.example:7", "127.0.0.1:8")))
+    try:
+        for _ in range(3):
+            assert (await source.workers()).decode == ("127.0.0.1:8",)
+        assert asked.acquire(blocking=False)
+        assert not asked.acquire(blocking=False), "one question at a time"
+    finally:
+        answers.set()
+    monkeypatch.setattr("graftline.router.sources.RESOLVE_TIMEOUT_S", 10.0)
+    assert (await source.workers()).decode == ("127.0.0.1:7", "127.0.0.1:8")
 
 
 @pytest.mark.parametrize(
