@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, asynccontextmanager
@@ -73,6 +73,7 @@ class Generator:
         self._admission = admission
         self._executor = executor
         self._metrics = metrics
+        self._tokenize_s = metrics.histogram(TOKENIZE)
         self._instruments: dict[str, ModelInstruments] = {}
 
     def models(self) -> list[ServedModel]:
@@ -137,7 +138,7 @@ class Generator:
     async def _running(
         self, planned: Sequence[tuple[Plan, RequestObserver]], deadline: float | None, span: Span
     ) -> AsyncIterator[Generation]:
-        request_id = uuid.uuid4().hex
+        request_id = secrets.token_hex(16)
         span.set({"graftline.request_id": request_id})
         choices = [(plan, observer, seat) for plan, observer in planned for seat in range(plan.parameters.num_choices)]
         outbox = Outbox(len(choices), self._fleet.limits.max_unread_tokens)
@@ -192,7 +193,7 @@ class Generator:
             raise InvalidRequestError("prompt", "is missing: give text, chat or tokens")
         started_at = time.monotonic()
         prompt_ids = await self._prompt_ids(request, model)
-        self._metrics.histogram(TOKENIZE).observe(time.monotonic() - started_at)
+        self._tokenize_s.observe(time.monotonic() - started_at)
         return Plan.of(
             model,
             prompt_ids,

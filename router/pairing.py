@@ -35,6 +35,8 @@ def mismatched_fields(prefill: Worker, decode: Worker) -> tuple[str, ...]:
     if prefill.description is None or decode.description is None:
         return ("description",)
     ours, theirs = prefill.description.fingerprint, decode.description.fingerprint
+    if ours == theirs:
+        return ()
     return tuple(sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)))
 
 
@@ -53,21 +55,23 @@ class Pairing:
         self, workers: Iterable[Worker], model: ServedModel, demand: Demand, excluded: set[WorkerKey]
     ) -> Pair | None:
         """The pair for a request, or None when no two available, compatible workers can hold it."""
-        usable = [worker for worker in workers if worker.is_available and worker_key(worker) not in excluded]
+        usable = [worker for worker in workers if worker.is_available]
+        if excluded:
+            usable = [worker for worker in usable if worker_key(worker) not in excluded]
         prefills = [worker for worker in usable if worker.role is Role.PREFILL and _holds_prompt(worker, demand)]
-        partners = {
-            id(decode): compatible
-            for decode in usable
-            if decode.role is Role.DECODE
-            and serves(decode, model)
-            and _holds_all(decode, demand)
-            and (compatible := [prefill for prefill in prefills if not mismatched_fields(prefill, decode)])
-        }
-        decodes = [worker for worker in usable if id(worker) in partners]
+        decodes = [
+            worker
+            for worker in usable
+            if worker.role is Role.DECODE
+            and serves(worker, model)
+            and _holds_all(worker, demand)
+            and any(not mismatched_fields(prefill, worker) for prefill in prefills)
+        ]
         if not decodes:
             return None
         decode = self._choose(Role.DECODE, decodes, demand)
-        return Pair(self._choose(Role.PREFILL, partners[id(decode)], demand), decode)
+        partners = [prefill for prefill in prefills if not mismatched_fields(prefill, decode)]
+        return Pair(self._choose(Role.PREFILL, partners, demand), decode)
 
     def forget(self, worker: Worker) -> None:
         """The worker restarted or is gone."""

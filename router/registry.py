@@ -59,6 +59,8 @@ class Registry:
         self._workers: dict[_Known, Worker] = {}
         self._retired: set[Worker] = set()
         self._changed = asyncio.Event()
+        # Longest request and longest prompt by model card; forgotten when a description changes.
+        self._max_tokens: dict[str, tuple[int, int]] = {}
 
     @property
     def workers(self) -> Iterable[Worker]:
@@ -76,12 +78,20 @@ class Registry:
 
     def max_request_tokens(self, model: ServedModel) -> int:
         """Longest prompt plus output the model and any known decode of it can hold."""
-        decodes = (w for w in self._described(Role.DECODE) if w.model.card_hash == model.card_hash)
-        return min(model.context_length, _largest(decodes, model))
+        return self._longest(model)[0]
 
     def max_prompt_tokens(self, model: ServedModel) -> int:
         """Longest prompt any known prefill can hold, an output token included."""
-        return min(model.context_length, _largest(self._described(Role.PREFILL), model))
+        return self._longest(model)[1]
+
+    def _longest(self, model: ServedModel) -> tuple[int, int]:
+        known = self._max_tokens.get(model.card_hash)
+        if known is None:
+            decodes = (w for w in self._described(Role.DECODE) if w.model.card_hash == model.card_hash)
+            longest = _largest(decodes, model), _largest(self._described(Role.PREFILL), model)
+            known = min(model.context_length, longest[0]), min(model.context_length, longest[1])
+            self._max_tokens[model.card_hash] = known
+        return known
 
     def _described(self, role: Role) -> Iterable[Description]:
         return (w.description for w in self._workers.values() if w.role is role and w.description)
@@ -136,6 +146,7 @@ class Registry:
             listed.update({(Role.DECODE, address): None for address in lists.decode})
         for key in self._workers.keys() - listed.keys():
             worker = self._workers.pop(key)
+            self._max_tokens.clear()
             worker.refuses_new("no longer listed")
             self._retired.add(worker)
             self._announce(worker)
@@ -193,6 +204,7 @@ class Registry:
         if description.identity.incarnation != worker.incarnation:
             self._forget(worker)
         worker.described(description)
+        self._max_tokens.clear()
 
     async def _ask_description(self, worker: Worker) -> Description:
         known = worker.description.model.card_hash if worker.description else ""

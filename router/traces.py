@@ -1,7 +1,7 @@
 """What a router tells about a request in its spans. Attribute names follow OpenTelemetry's where it has one."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from graftline.errors import GraftlineError
 from graftline.proto.channel import Metadata
@@ -37,22 +37,20 @@ class ChoiceTrace:
         """What makes the decode's spans children of the attempt under way."""
         return self._attempt.metadata
 
-    @contextmanager
-    def attempt(self, pair: Pair, number: int) -> Iterator[None]:
+    def attempt(self, pair: Pair, number: int) -> AbstractContextManager[object]:
         """An attempt is under way while the block is open."""
         if not self._request.is_recording:
             # Not sampled, or off: the decode is told so and asks nobody itself.
             self._attempt = self._request
-            yield
-            return
+            return nullcontext()
         attributes: dict[str, Value] = {
             "graftline.choice": self._choice,
             "graftline.attempt": number,
             "graftline.prefill.address": pair.prefill.address,
             "graftline.decode.address": pair.decode.address,
         }
-        with self._request.child("graftline.attempt", attributes, kind=SpanKind.CLIENT) as self._attempt:
-            yield
+        self._attempt = self._request.child("graftline.attempt", attributes, kind=SpanKind.CLIENT)
+        return self._attempt
 
     def tokens_came(self, num_tokens: int) -> None:
         """Tokens went on to the client; the first ones make an event."""
