@@ -564,9 +564,9 @@ def check_request(request: Request, context_len: int, vocab_size: int) -> None:
     """
     if not request.token_ids:
         raise InvalidRequestError("token_ids", "the prompt is empty")
-    worst = max(request.token_ids, key=lambda token_id: (token_id >= vocab_size or token_id < 0, token_id))
-    if not 0 <= worst < vocab_size or min(request.token_ids) < 0:
-        raise InvalidRequestError("token_ids", f"{worst} is not in 0..{vocab_size - 1}")
+    for token_id in (min(request.token_ids), max(request.token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError("token_ids", f"{token_id} is not in 0..{vocab_size - 1}")
     if len(request.token_ids) >= context_len:
         raise InvalidRequestError(
             "token_ids", f"a prompt of {len(request.token_ids)} tokens leaves no room in a context of {context_len}"

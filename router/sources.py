@@ -57,13 +57,13 @@ class ListSource:
         del self._asking[address]
         try:
             self._last[address] = asking.result()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for what is no name at all
             logger.warning("cannot resolve %r: %s", host, error)
         return self._last.get(address, ())
 
 
 def _look_up(host: str, port: int) -> tuple[str, ...]:
-    """Addresses of a name, with the port; blocks. Raises OSError when there are none."""
+    """Addresses of a name, with the port; blocks. Raises OSError or UnicodeError when there are none."""
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     hosts = [f"[{info[4][0]}]" if info[0] is socket.AF_INET6 else str(info[4][0]) for info in found]
     return tuple(f"{name}:{port}" for name in sorted(set(hosts)))

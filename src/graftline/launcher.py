@@ -95,7 +95,7 @@ class ClusterSpec:
     http_listen: str = ANY_PORT
     first_port: int = 0
     metrics: bool = True
-    token: str = ""
+    token: str = field(default="", repr=False)
     start_timeout_s: float = 300.0
     drain_grace_s: float = 5.0
     stop_timeout_s: float = 10.0

@@ -276,6 +276,8 @@ async def test_names_are_resolved_and_keep_their_last_addresses() -> None:
     assert "127.0.0.1:7" in lists.decode
     assert lists.decode[-1] == "127.0.0.1:8"
     assert (await ListSource(WorkerLists(prefill=("dns:no-such-name.invalid:1",))).workers()).prefill == ()
+    no_name = "dns:" + "a" * 70 + ".example:1"
+    assert (await ListSource(WorkerLists(prefill=(no_name, "127.0.0.1:8"))).workers()).prefill == ("127.0.0.1:8",)
     assert (await FileSource(Path("/nonexistent/w.json")).workers()) == WorkerLists()
 
 

@@ -14,7 +14,7 @@ from graftline.engine.config import Role, StageMode
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 from graftline.errors import InvalidRequestError, OutOfCapacityError
 from graftline.launcher import ClusterSpec, worker_arguments
-from graftline.worker.config import TransportName
+from graftline.worker.config import TransportName, WorkerConfig
 from graftline.worker.options import (
     EngineOptions,
     InitialTree,
@@ -163,3 +163,9 @@ def test_up_takes_the_defaults_of_the_spec() -> None:
 def test_a_cluster_needs_one_of_each(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name):
         ClusterSpec(**{name: 0})
+
+
+def test_tokens_are_not_shown_by_repr() -> None:
+    """Configurations end up in logs and tracebacks."""
+    assert "secret" not in repr(WorkerConfig(tokens=("secret",)))
+    assert "secret" not in repr(ClusterSpec(token="secret"))

@@ -79,7 +79,7 @@ class WorkerConfig:
     metrics_listen: str | None = None
     transfer: TransferConfig = field(default_factory=TransferConfig)
     tls: ServerTls | None = None
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = field(default=(), repr=False)
     peer_access: Access = ANONYMOUS
     start_timeout_s: float = 300.0
     drain_grace_s: float = 30.0
