@@ -48,6 +48,6 @@ def advertised_address(listen: str, port: int, advertise: str | None = None) -> 
         host, address = advertise, f"{advertise}:{port}"
     if is_wildcard(host):
         raise InvalidRequestError(
-            "advertise", f"{address!r} means every interface and cannot be reached by peers; name this host"
+            "advertise", f"{host!r} means every interface and cannot be reached by peers; name this host"
         )
     return address

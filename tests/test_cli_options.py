@@ -9,6 +9,7 @@ import typer.main
 
 from graftline import cli_worker
 from graftline.cli_options import TOKEN_FILE_VARIABLE, settled_advertise, settled_transfer_host, token_or_file
+from graftline.cli_router import told_address
 from graftline.errors import InvalidRequestError
 from graftline.worker.config import TransferConfig, TransferProtocol
 
@@ -63,6 +64,13 @@ def test_wildcards_are_refused() -> None:
     """CASES D01: peers could not reach it."""
     with pytest.raises(InvalidRequestError, match="advertise"):
         settled_transfer_host("", "0.0.0.0:7001", None)
+
+
+def test_a_router_may_listen_on_every_interface_without_saying_more() -> None:
+    """Nobody dials it by what it says of itself."""
+    assert told_address("0.0.0.0:7000", None) == told_address("[::]:7000", None) == socket.gethostname()
+    assert told_address("127.0.0.1:7000", None) is None
+    assert told_address("0.0.0.0:7000", "router.example:7000") == "router.example:7000"
 
 
 def transfer_config(*arguments: str) -> TransferConfig:

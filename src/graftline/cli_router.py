@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ import uvloop
 
 from graftline import cli_options as shared
 from graftline.errors import InvalidRequestError
+from graftline.proto.address import is_wildcard, parse_address
 from graftline.proto.channel import Access, open_channel
 from graftline.proto.v1 import worker_pb2
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
@@ -89,7 +91,7 @@ def router(
     config = RouterConfig(
         listen=listen,
         http_listen=http_listen or None,
-        advertise=shared.settled_advertise(advertise),
+        advertise=told_address(listen, advertise),
         workers=WorkerLists(tuple(prefill or ()), tuple(decode or ())),
         workers_file=workers_file,
         policy=policy,
@@ -114,6 +116,17 @@ def router(
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(_serve(replace(config, tracer=tracer)))
+
+
+def told_address(listen: str, advertise: str | None) -> str | None:
+    """What a router says of itself once it is ready.
+
+    Nobody dials it by that, unlike a worker: where it listens on every interface, this host's name will do.
+    """
+    host, _ = parse_address(listen, field="listen")
+    if advertise is None and is_wildcard(host):
+        return socket.gethostname()
+    return shared.settled_advertise(advertise)
 
 
 async def _serve(config: RouterConfig) -> None:
