@@ -235,16 +235,24 @@ def write_in_the_end(sender: Sender, peer: MooncakePeer) -> float:
 
 
 def test_a_peer_frozen_before_first_contact_stops_nobody_else(sender: Sender, start_peer: StartPeer) -> None:
-    """Left alone, the engine would hold up the writes to every peer for a minute."""
+    """Left alone, the engine would hold up the writes to every peer for a minute. Nor does a port that takes calls and
+    says nothing.
+    """
     frozen, other = start_peer(), start_peer()
     os.kill(frozen.process.pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool, socket.create_server(("127.0.0.1", 0)) as mute:
         stuck = pool.submit(sender.write, frozen, sender.copy(frozen, 0, 0, 4096))
+        began = time.monotonic()
+        copies = [sender.copy(other, 0, 0, 4096)]
+        session_id = f"127.0.0.1:{mute.getsockname()[1]}"
+        unanswered = pool.submit(sender.transport.write, session_id, copies, began + WHILE_S)
         # On a crowded machine a contact may take a while; held up by the engine it would take a minute.
         assert write_in_the_end(sender, other) < WHILE_S
-        error = stuck.exception(timeout=WHILE_S)
-    assert isinstance(error, TransferFailedError)
-    assert error.drained
+        errors = [future.exception(timeout=WHILE_S) for future in (unanswered, stuck)]
+        assert time.monotonic() - began < WHILE_S / 2
+    for error in errors:
+        assert isinstance(error, TransferFailedError)
+        assert error.drained
     os.kill(frozen.process.pid, signal.SIGCONT)
     write_in_the_end(sender, frozen)
     assert frozen.digest(0, 4096) == sender.digest(0, 4096)
