@@ -37,7 +37,9 @@ class Setting:
 
     def prefill(self, tree: TreeShape | None = None, **others: Any) -> EngineConfig:
         """A prefill worker of one stage; no tree: no speculation."""
-        return self._config(Role.PREFILL, tree, 1, {"prefix_cache": False} | others)
+        return self._config(
+            Role.PREFILL, tree, 1, {"prefix_cache": False, "launch_drafts_early": self.device != "cpu"} | others
+        )
 
     def decode(self, tree: TreeShape | None = None, stages: int = 1, **others: Any) -> EngineConfig:
         """A decode worker with rounds of fixed shape, unless `others` say otherwise."""

@@ -67,6 +67,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             machine.
         device_rounds: a decode's rounds have a fixed shape and keep their values on the device; see
             `engine/device_rounds.py`. Slower on CPU, where it serves tests.
+        launch_drafts_early: a prefill launches a prompt's drafter rows and tree before it reads the first token; see
+            `engine/prompt_end.py`. On CPU it serves tests.
         cuda_graphs: rounds of fixed shape are captured and replayed; no effect on CPU.
         max_graph_batch: sequences of the largest captured round; larger ones run op by op.
         overlap: a round is launched before the host has read the one before; needs `device_rounds`, and stages
@@ -98,6 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quarantine_s: float = 60.0
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     device_rounds: bool = False
+    launch_drafts_early: bool = False
     cuda_graphs: bool = True
     max_graph_batch: int = 64
     overlap: bool = True

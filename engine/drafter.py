@@ -119,32 +119,69 @@ class Drafter:
 
     def _grow_within(self, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
         if outputs.is_cuda and self._device_growth is not None:
-            return self._grow_on_device(self._device_growth, outputs, roots)
+            return self._grow_on_device(outputs, roots)
         tables = self._scratch_tables(roots)
         if self._layer.growth is None:
             return _Growth(self._layer, self._pool, self._shape, tables).run(outputs, roots)
         return self._grow_at_once(self._layer.growth, outputs, roots, tables)
 
-    def _grow_on_device(self, growth: DeviceGrowth, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
-        bonus, starts = [root.bonus_token for root in roots], [root.start for root in roots]
-        tables = [list(map(int, root.page_ids)) for root in roots]
-        graphs = self._graphs
-        if graphs is not None and len(roots) <= graphs.max_trees:
-            found = graphs.grow(outputs, bonus, starts, tables)
-        else:
-            columns = max(map(len, tables))
-            padded = [[*table, *[0] * (columns - len(table))] for table in tables]
-            device = outputs.device
-            tokens, parents, counts = growth.grow(
-                outputs,
-                upload(bonus, torch.int64, device),
-                upload(starts, torch.int32, device),
-                upload(padded, torch.int32, device),
-            )
-            found = torch.cat((counts.unsqueeze(1), tokens, parents), dim=1)
+    def _grow_on_device(self, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
+        bonus = upload([root.bonus_token for root in roots], torch.int64, outputs.device)
+        found = self.grow_unseen(outputs, bonus, [root.start for root in roots], [root.page_ids for root in roots])
         nodes = self._shape.nodes
         rows = found.tolist()  # one wait for all of it
         return [DraftTree(tuple(row[1 : 1 + row[0]]), tuple(row[1 + nodes : 1 + nodes + row[0]])) for row in rows]
+
+    @property
+    def grows_unseen(self) -> bool:
+        """Whether it can grow trees without a word to the host."""
+        return self._device_growth is not None and self._layer.is_capturable and self._shape.speculates
+
+    def grow_unseen(
+        self, outputs: Tensor, bonus_tokens: Tensor, starts: Sequence[int], page_ids: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Trees of roots that only the device knows; the host does not wait for them.
+
+        Args:
+            outputs: [trees, hidden] drafter output of every root's last final row.
+            bonus_tokens: [trees] int64 roots.
+            starts: committed length L of each.
+            page_ids: of each, in order of position.
+
+        Returns:
+            [trees, 1 + 2 V] int64: nodes, then tokens, then parents of every tree; 1 node where the head does not
+            reach. The next growth may overwrite it.
+        """
+        assert self._device_growth is not None, f"{self._shape} does not grow on the device"
+        most = self._max_trees or len(starts)
+        parts = [slice(first, first + most) for first in range(0, len(starts), most)]
+        if len(parts) == 1:
+            return self._grow_part(self._device_growth, outputs, bonus_tokens, starts, page_ids)
+        grown = [
+            self._grow_part(
+                self._device_growth, outputs[part], bonus_tokens[part], starts[part], page_ids[part]
+            ).clone()
+            for part in parts
+        ]
+        return torch.cat(grown)
+
+    def _grow_part(
+        self,
+        growth: DeviceGrowth,
+        outputs: Tensor,
+        bonus_tokens: Tensor,
+        starts: Sequence[int],
+        page_ids: Sequence[Sequence[int]],
+    ) -> Tensor:
+        if self._graphs is not None and len(starts) <= self._graphs.max_trees:
+            return self._graphs.grow(outputs, bonus_tokens, starts, page_ids)
+        columns = max(map(len, page_ids))
+        padded = [[*map(int, pages), *[0] * (columns - len(pages))] for pages in page_ids]
+        device = outputs.device
+        tokens, parents, counts = growth.grow(
+            outputs, bonus_tokens, upload(starts, torch.int32, device), upload(padded, torch.int32, device)
+        )
+        return torch.cat((counts.unsqueeze(1), tokens, parents), dim=1)
 
     def _grow_at_once(
         self, growth: DraftGrowth, outputs: Tensor, roots: Sequence[GrowthRoot], tables: Sequence[Sequence[int]]

@@ -1,6 +1,6 @@
 """Growth of a prefill's trees, captured: one launch where there would be some forty a level, behind a first token.
 
-The host knows the roots here, unlike in a decode's rounds; their tables travel in one copy.
+The host knows lengths and pages here, unlike in a decode's rounds: they travel in one copy. It need not know the roots.
 """
 
 from collections.abc import Sequence
@@ -49,13 +49,13 @@ class GrowthGraphs:
             self._sizes.append(_Size(trees, outputs, roots, graph))
 
     def grow(
-        self, outputs: Tensor, bonus_tokens: Sequence[int], starts: Sequence[int], tables: Sequence[Sequence[int]]
+        self, outputs: Tensor, bonus_tokens: Tensor, starts: Sequence[int], tables: Sequence[Sequence[int]]
     ) -> Tensor:
         """Trees of some roots.
 
         Args:
             outputs: [trees, hidden] drafter output of every root's last final row, at most `max_trees`.
-            bonus_tokens: the roots.
+            bonus_tokens: [trees] int64 roots.
             starts: committed length L of each.
             tables: page ids of each.
 
@@ -65,11 +65,12 @@ class GrowthGraphs:
         count = len(starts)
         size = next(size for size in self._sizes if size.trees >= count)
         rows = [
-            [bonus, start, *table[: self._max_pages], *[0] * (self._max_pages - len(table))]
-            for bonus, start, table in zip(bonus_tokens, starts, tables, strict=True)
+            [0, start, *map(int, table[: self._max_pages]), *[0] * (self._max_pages - len(table))]
+            for start, table in zip(starts, tables, strict=True)
         ]
         rows += [[0] * (2 + self._max_pages)] * (size.trees - count)
         size.roots.copy_(upload(rows, torch.int64, self._device))
+        size.roots[:count, 0] = bonus_tokens
         size.outputs[:count] = outputs
         trees = self._run(size.outputs, size.roots) if size.graph is None else size.graph.replay()
         return trees[:count]

@@ -17,13 +17,12 @@ from graftline.engine.plan import (
     StepResult,
     StepTokens,
 )
+from graftline.engine.prompt_end import PromptEnd
 from graftline.engine.request import DraftTree
 from graftline.engine.sampler import SampledRow, Sampler
-from graftline.engine.verify import accepted_path
+from graftline.engine.verify import NO_FINITE_LOGIT, accepted_path
 from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
 from graftline.kernels.upload import upload
-
-NO_FINITE_LOGIT = "the model gave no finite logit for this request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,25 @@ class LastStage:
 
     Args:
         drafter: None turns speculation off.
+        launches_early: prompts end as `PromptEnd` ends them, where that is possible.
     """
 
-    def __init__(self, model: TargetModel, drafter: Drafter | None, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        drafter: Drafter | None,
+        page_size: int,
+        device: torch.device,
+        launches_early: bool = False,
+    ) -> None:
         self._model = model
         self._drafter = drafter
         self._page_size = page_size
         self._device = device
         self._sampler = Sampler(device)
+        self._prompt_end: PromptEnd | None = None
+        if launches_early and drafter is not None and drafter.grows_unseen:
+            self._prompt_end = PromptEnd(model, drafter, self._sampler, page_size, device)
 
     def open(self, opening: SlotOpening) -> None:
         """A request takes a slot."""
@@ -71,6 +81,7 @@ class LastStage:
         hidden: Tensor,
         features: Sequence[Tensor],
         pages: Mapping[int, Sequence[int]],
+        drafted: Callable[[], None],
         emit: Callable[[StepTokens | StepResult], None],
     ) -> None:
         """Ends a step.
@@ -79,13 +90,18 @@ class LastStage:
             hidden: [rows, hidden] residual stream behind the last layer.
             features: [rows, hidden] each: the layers that the drafter wants, ascending, each once.
             pages: page table of every slot.
+            drafted: called once all that is written to drafter pages has been launched.
         """
+        if self._prompt_end is not None and self._prompt_end.takes(plan):
+            self._prompt_end.finish(plan, hidden, features, pages, drafted, emit)
+            return
         verdicts = self._judge(plan.segments, self._sample(plan.segments, hidden))
         if plan.early_tokens and any(verdict.outcome.tokens for verdict in verdicts):
             emit(StepTokens(plan.step, [verdict.outcome for verdict in verdicts if verdict.outcome.tokens]))
         outcomes = [verdict.outcome for verdict in verdicts]
         if self._drafter is not None:
             outcomes = self._draft(self._drafter, verdicts, hidden, features, pages)
+        drafted()
         emit(StepResult(plan.step, plan.microbatch, outcomes))
 
     def _sample(self, segments: Sequence[Segment], hidden: Tensor) -> list[SampledToken]:

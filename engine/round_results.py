@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from graftline.engine.device_event import mark_stream
-from graftline.engine.last_stage import NO_FINITE_LOGIT
 from graftline.engine.plan import SampledToken, SegmentOutcome, StepPlan, StepResult
 from graftline.engine.round_state import RoundState
+from graftline.engine.verify import NO_FINITE_LOGIT
 
 Emit = Callable[[StepResult], None]
 

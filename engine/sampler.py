@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from graftline.engine.plan import SampledToken, SlotOpening
-from graftline.kernels.sample import SamplingRows, build_sampling_rows, sample, token_logprobs
+from graftline.kernels.sample import SamplingRows, argmax, build_sampling_rows, sample, token_logprobs
+from graftline.kernels.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,20 @@ class Sampler:
     def forget(self, slot: int) -> None:
         """Nobody has the slot any more."""
         self._openings.pop(slot, None)
+
+    def is_plain(self, row: SampledRow) -> bool:
+        """Whether a row's token follows from its logits and the sampling parameters, and nothing else is wanted."""
+        opening = self._openings[row.slot]
+        is_free = row.position >= opening.min_ending_position or not opening.ending_ids
+        return opening.logprobs < 0 and not opening.logit_bias and is_free
+
+    def draw_ids(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+        """Tokens of plain rows, without a wait for the device: [rows] int64, -1 where no logit was finite."""
+        openings = [self._openings[row.slot] for row in rows]
+        if all(opening.temperature == 0 for opening in openings):
+            return argmax(logits)
+        positions = upload([row.position for row in rows], torch.int64, self._device)
+        return sample(logits, _sampling_rows(openings, self._device), positions)
 
     def draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken]:
         """One token per row.

@@ -4,6 +4,7 @@ The last stage also samples, walks, extends and grows (`engine/last_stage.py`).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -95,8 +96,8 @@ class Stage:
         self._gate.mark(plan.step, drafter=False)
         if self._last is None:
             return torch.cat((hidden, *features), dim=-1) if features else hidden
-        self._last.finish(plan, hidden, features, self._pages, emit)
-        self._gate.mark(plan.step, drafter=True)
+        drafted = partial(self._gate.mark, plan.step, drafter=True)
+        self._last.finish(plan, hidden, features, self._pages, drafted, emit)
         return None
 
     def forget(self, slot: int) -> None:

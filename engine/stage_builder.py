@@ -125,7 +125,7 @@ def build_stage(config: EngineConfig, index: int, round_state: RoundState | None
         pool,
         is_first=is_first,
         capture=captured_layers(config, target, index),
-        last=LastStage(model, drafter, config.page_size, device) if is_last else None,
+        last=LastStage(model, drafter, config.page_size, device, config.launch_drafts_early) if is_last else None,
         gate=gate,
         device=device,
         states=states,

@@ -7,6 +7,8 @@ sample, so the emitted tokens are those of decoding without drafts.
 
 from collections.abc import Sequence
 
+NO_FINITE_LOGIT = "the model gave no finite logit for this request"
+
 
 def accepted_path(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> list[int]:
     """Nodes from the root on whose tokens were sampled at their parents.

@@ -109,7 +109,8 @@ def _plan(step: WarmUpStep, config: EngineConfig) -> StepPlan:
     slots = range(step.segments)
     pages = [PageChange(slot, 0, list(range(slot * pages_each, (slot + 1) * pages_each))) for slot in slots]
     segments = [_segment(step, slot, grow=grow) for slot in slots]
-    return StepPlan(_NO_STEP, 0, [_opening(slot, step.is_sampled) for slot in slots], pages, segments, False)
+    openings = [_opening(slot, step.is_sampled) for slot in slots]
+    return StepPlan(_NO_STEP, 0, openings, pages, segments, early_tokens=config.role is Role.PREFILL)
 
 
 def _opening(slot: int, is_sampled: bool) -> SlotOpening:

@@ -14,6 +14,7 @@ from torch import Tensor
 from graftline.kernels.checks import check_rows
 from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.philox import gumbel, random_words
+from graftline.kernels.upload import upload
 
 _LARGEST_INVERSE_TEMPERATURE = 3e38
 
@@ -58,14 +59,15 @@ def build_sampling_rows(
     seed: Sequence[int],
     device: torch.device | str = "cpu",
 ) -> SamplingRows:
-    """Parameters from lists of one value a row; seeds are taken modulo 2^64."""
+    """Parameters from lists of one value a row; seeds are taken modulo 2^64. The host waits for no device."""
     signed_seeds = [((value + (1 << 63)) % (1 << 64)) - (1 << 63) for value in seed]
+    there = torch.device(device)
     return SamplingRows(
-        temperature=torch.tensor(temperature, dtype=torch.float32).to(device),
-        top_k=torch.tensor(top_k, dtype=torch.int32).to(device),
-        top_p=torch.tensor(top_p, dtype=torch.float32).to(device),
-        min_p=torch.tensor(min_p, dtype=torch.float32).to(device),
-        seed=torch.tensor(signed_seeds, dtype=torch.int64).to(device),
+        temperature=upload(temperature, torch.float32, there),
+        top_k=upload(top_k, torch.int32, there),
+        top_p=upload(top_p, torch.float32, there),
+        min_p=upload(min_p, torch.float32, there),
+        seed=upload(signed_seeds, torch.int64, there),
         is_greedy=not any(temperature),
     )
 

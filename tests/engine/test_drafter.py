@@ -227,9 +227,8 @@ def test_trees_grown_on_the_device_are_the_same(world: TinyWorld, shape: TreeSha
         bench.drafter.capture_growth(sizes, torch.float32, CPU)
     roots, outputs, expected = three_roots(bench, shape)
     before = bench.pool.data[: bench.pool.num_pages].clone()
-    growth = bench.drafter.for_rounds.growth
-    assert bench.drafter._grow_on_device(growth, torch.stack(outputs), roots) == expected
-    assert bench.drafter._grow_on_device(growth, outputs[1].unsqueeze(0), roots[1:2]) == expected[1:2]
+    assert bench.drafter._grow_on_device(torch.stack(outputs), roots) == expected
+    assert bench.drafter._grow_on_device(outputs[1].unsqueeze(0), roots[1:2]) == expected[1:2]
     after = bench.pool.data[: bench.pool.num_pages]
     assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
 

@@ -163,8 +163,10 @@ def test_a_bias_decides(world: TinyWorld) -> None:
     assert plain.ids == usual
 
 
-@pytest.mark.parametrize("speculates", [True, False])
-def test_a_request_without_finite_logits_fails_alone(world: TinyWorld, tmp_path: Path, speculates: bool) -> None:
+@pytest.mark.parametrize(("speculates", "early"), [(True, False), (True, True), (False, False)])
+def test_a_request_without_finite_logits_fails_alone(
+    world: TinyWorld, tmp_path: Path, speculates: bool, early: bool
+) -> None:
     """CASES I12: token 200 is poison; whoever reads it fails, at the prompt or later, and is never cached."""
     model = tmp_path / "model"
     model.mkdir()
@@ -176,7 +178,12 @@ def test_a_request_without_finite_logits_fails_alone(world: TinyWorld, tmp_path:
     head = world.agrees if speculates else None
     into_poison = Sampling(logit_bias={200: 1e4})
     with local_pair(
-        model, head, tree=TreeShape(3, 1, 4) if head else None, prefill_split=(2, 2), decode_split=(2, 2)
+        model,
+        head,
+        tree=TreeShape(3, 1, 4) if head else None,
+        prefill_split=(2, 2),
+        decode_split=(2, 2),
+        prefill={"launch_drafts_early": early},
     ) as pair:
         good = Ask(token_ids=[3, 4, 5, 6, 7], max_tokens=9)
         later = Ask(token_ids=[3, 4, 5, 6, 8], max_tokens=9, sampling=into_poison)

@@ -133,6 +133,7 @@ def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host(
         prefix_cache=options.prefix_cache and not model.linear_layers(range(model.num_layers)),
         verify_state=options.verify_state,
         device_rounds=has_device_rounds(devices[0], role, model, tree),
+        launch_drafts_early=role is Role.PREFILL and devices[-1] != CPU,
         cuda_graphs=options.cuda_graphs,
         overlap=options.overlap,
         threads=options.threads or threads_per_stage(options.stages),

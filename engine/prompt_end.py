@@ -1,0 +1,191 @@
+"""The end of a prefill's step on a GPU: sampling, drafter rows and trees are all launched before anything is read.
+
+The token that is sampled stays on the device on its way into the drafter, so that the host has launched the growth by
+the time the GPU has computed the prompt; first tokens are told as soon as they arrive, trees behind them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftline.engine.device_event import mark_stream
+from graftline.engine.drafter import Drafter
+from graftline.engine.models.target_model import TargetModel
+from graftline.engine.plan import SampledToken, Segment, SegmentOutcome, StepPlan, StepResult, StepTokens
+from graftline.engine.sampler import SampledRow, Sampler
+from graftline.engine.verify import NO_FINITE_LOGIT
+from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
+from graftline.kernels.draft_inputs import gather_columns
+from graftline.kernels.upload import upload
+
+Emit = Callable[[StepTokens | StepResult], None]
+
+
+class PromptEnd:
+    """See the module.
+
+    Args:
+        drafter: one that `grows_unseen`.
+    """
+
+    def __init__(
+        self, model: TargetModel, drafter: Drafter, sampler: Sampler, page_size: int, device: torch.device
+    ) -> None:
+        assert drafter.grows_unseen, "this drafter asks the host"
+        self._model = model
+        self._drafter = drafter
+        self._sampler = sampler
+        self._page_size = page_size
+        self._device = device
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether a step is one of prompts whose tokens need no look at the logits."""
+        if not plan.early_tokens or any(
+            segment.parents is not None or segment.num_rows - segment.first_sampled > 1 for segment in plan.segments
+        ):
+            return False
+        return all(self._sampler.is_plain(end.sampled) for end in _ends(plan.segments))
+
+    def finish(
+        self,
+        plan: StepPlan,
+        hidden: Tensor,
+        features: Sequence[Tensor],
+        pages: Mapping[int, Sequence[int]],
+        drafted: Callable[[], None],
+        emit: Emit,
+    ) -> None:
+        """Ends a step; see `LastStage.finish`."""
+        ends = _ends(plan.segments)
+        ids = self._sample(ends, hidden) if ends else None
+        told = None if ids is None else _Landing.of(ids)
+        outputs = self._extend(plan.segments, ends, ids, hidden, features, pages)
+        drafted()
+        grown = None
+        growing = [index for index, end in enumerate(ends) if end.segment.grow]
+        if growing and ids is not None:
+            rows = [ends[index].row for index in growing]
+            grown = _Landing.of(self._grow([ends[index] for index in growing], ids, growing, outputs, rows, pages))
+        outcomes = {segment.slot: SegmentOutcome(segment.slot, [], [], [], [], "") for segment in plan.segments}
+        if told is not None:
+            for end, (token_id,) in zip(ends, told.rows(), strict=True):
+                tokens = [SampledToken(token_id)] if token_id >= 0 else []
+                error = "" if tokens else NO_FINITE_LOGIT
+                outcomes[end.segment.slot] = SegmentOutcome(end.segment.slot, [], tokens, [], [], error)
+            known = [outcome for outcome in outcomes.values() if outcome.tokens]
+            if known:
+                emit(StepTokens(plan.step, known))
+        if grown is not None:
+            for index, row in zip(growing, grown.rows(), strict=True):
+                slot = ends[index].segment.slot
+                outcomes[slot] = _with_tree(outcomes[slot], row)
+        emit(StepResult(plan.step, plan.microbatch, list(outcomes.values())))
+
+    def _sample(self, ends: Sequence["_End"], hidden: Tensor) -> Tensor:
+        rows = upload([end.row for end in ends], torch.int64, self._device)
+        logits = self._model.logits(self._model.final_norm(hidden[rows]))
+        return self._sampler.draw_ids(logits, [end.sampled for end in ends])
+
+    def _extend(
+        self,
+        segments: Sequence[Segment],
+        ends: Sequence["_End"],
+        ids: Tensor | None,
+        hidden: Tensor,
+        features: Sequence[Tensor],
+        pages: Mapping[int, Sequence[int]],
+    ) -> Tensor:
+        """Makes the drafter's rows of all segments final: [rows, hidden] outputs."""
+        known = [token for segment in segments for token in (*segment.tokens[1:], max(0, segment.next_token))]
+        next_tokens = upload(known, torch.int64, self._device)
+        if ids is not None:
+            rows = upload([end.row for end in ends], torch.int64, self._device)
+            next_tokens.index_copy_(0, rows, ids.clamp(min=0))
+        layers = self._drafter.feature_layers
+        captured = dict(zip(sorted({layer for layer in layers if layer >= 0}), features, strict=True))
+        columns = [self._model.final_norm(hidden) if layer < 0 else captured[layer] for layer in layers]
+        batch = build_attention_batch(
+            [SegmentRows(segment.start, segment.num_rows, pages[segment.slot]) for segment in segments],
+            self._page_size,
+            self._device,
+        )
+        return self._drafter.extend(torch.cat(columns, dim=-1) if len(columns) > 1 else columns[0], next_tokens, batch)
+
+    def _grow(
+        self,
+        ends: Sequence["_End"],
+        ids: Tensor,
+        growing: Sequence[int],
+        outputs: Tensor,
+        rows: Sequence[int],
+        pages: Mapping[int, Sequence[int]],
+    ) -> Tensor:
+        """[trees, 1 + 2 V] int64; see `Drafter.grow_unseen`."""
+        bonus = ids[upload(growing, torch.int64, self._device)].clamp(min=0)
+        last = gather_columns([outputs], upload(rows, torch.int64, self._device))
+        return self._drafter.grow_unseen(
+            last, bonus, [end.length for end in ends], [pages[end.segment.slot] for end in ends]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last row of a prompt.
+
+    Attributes:
+        row: of the step.
+        length: of the prompt, which is the position of the token drawn there.
+    """
+
+    segment: Segment
+    row: int
+    length: int
+
+    @property
+    def sampled(self) -> SampledRow:
+        """As the sampler names it."""
+        return SampledRow(self.segment.slot, self.length)
+
+
+def _ends(segments: Sequence[Segment]) -> list[_End]:
+    ends, rows = [], 0
+    for segment in segments:
+        rows += segment.num_rows
+        if segment.first_sampled < segment.num_rows:
+            ends.append(_End(segment, rows - 1, segment.start + segment.num_rows))
+    return ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Values on their way to the host."""
+
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, values: Tensor) -> "_Landing":
+        """Sends [n] or [n, columns] values on their way, behind what the stream has been given."""
+        if not values.is_cuda:
+            return cls(values, None)
+        on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
+        return cls(on_host, mark_stream(values.device))
+
+    def rows(self) -> list[list[int]]:
+        """The values, once they have arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        listed: list[list[int]] = self.values.view(self.values.shape[0], -1).tolist()
+        return listed
+
+
+def _with_tree(outcome: SegmentOutcome, row: Sequence[int]) -> SegmentOutcome:
+    """`row` is nodes, then tokens, then parents of a tree; a failed prompt has none."""
+    if outcome.error:
+        return outcome
+    count, nodes = row[0], (len(row) - 1) // 2
+    tokens, parents = list(row[1 : 1 + count]), list(row[1 + nodes : 1 + nodes + count])
+    return SegmentOutcome(outcome.slot, outcome.accepted, outcome.tokens, tokens, parents, outcome.error)
