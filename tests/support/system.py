@@ -141,8 +141,9 @@ async def running_system(spec: SystemSpec) -> AsyncIterator[System]:
             running_decode(DecodeConfig(spec.engine(Role.DECODE, spec.decode_split), worker, PATIENT, hub))
         )
         lists = WorkerLists(prefill=(prefill.address,), decode=(decode.address,))
+        health = HealthConfig(hang_timeout_s=30.0, stall_timeout_s=30.0)
         router = await stack.enter_async_context(
-            running_router(RouterConfig(workers=lists, health=HealthConfig(hang_timeout_s=30.0), drain_grace_s=5.0))
+            running_router(RouterConfig(workers=lists, health=health, drain_grace_s=5.0))
         )
         await router.wait_until_usable(30)
         client = await stack.enter_async_context(AsyncClient(router.address))
