@@ -86,12 +86,14 @@ def _tpot(
             answers += pair.run(group, output_tokens, real_tree=real_tree)
     rounds = sum(answer.speculation.rounds for answer in answers)
     accepted = sum(answer.speculation.accepted for answer in answers)
-    all_rounds = sum(len(answer.arrivals) - 1 for answer in answers)
+    steady = [answer for answer in answers if len(answer.arrivals) > 2]
+    steady_s = sum(answer.arrivals[-1][0] - answer.arrivals[1][0] for answer in steady)
     first = sum(answer.speculation.first_round_accepted for answer in answers)
     return {
         "tpot_ms": 1e3 * median([answer.tpot_s for answer in answers]),
         "ttft_ms": 1e3 * median([answer.ttft_s for answer in answers]),
-        "round_ms": 1e3 * sum(answer.arrivals[-1][0] - answer.arrivals[0][0] for answer in answers) / all_rounds,
+        "first_gap_ms": 1e3 * median([answer.arrivals[1][0] - answer.arrivals[0][0] for answer in answers]),
+        "round_ms": 1e3 * steady_s / max(1, sum(len(answer.arrivals) - 2 for answer in steady)),
         "accept_length": (accepted + rounds) / rounds if rounds else None,
         "first_round_accepted": first / len(answers),
         "answers": len(answers),
@@ -119,7 +121,10 @@ def _host_time(
     prompts: Sequence[Sequence[int]],
     batch: int,
 ) -> dict[str, Any]:
-    """Of one stage: a round's time without overlap minus the device's own is the host's; with overlap, what is left."""
+    """Of one stage: a round's time without overlap minus the device's own is the host's; with overlap, what is left.
+
+    Rounds behind the first one count: what lies before that is the handoff's time.
+    """
     shares: dict[str, Any] = {}
     for kind, shape in (("plain", None), ("real tree", tree)):
         with_overlap, without = found.get((1, kind, True)), found.get((1, kind, False))
