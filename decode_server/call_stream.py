@@ -28,8 +28,8 @@ from graftline.worker.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
-# A message is closed once it holds so much: what one call says must not wait for very much of others.
-MAX_EVENTS_PER_MESSAGE = 256
+# A message is closed once it holds so much: its reader takes it in one go, a few milliseconds for so many events.
+MAX_EVENTS_PER_MESSAGE = 64
 MAX_MESSAGE_BYTES = 1 << 20
 # Of the event loop: a call begins in the first, and what it does then in the second.
 TURNS_BEFORE_READ = 2
@@ -98,7 +98,8 @@ class CallStream:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._unsent: deque[tuple[CallContext, CarriedEvent]] = deque()
         self._something = asyncio.Event()
-        self._departure = asyncio.Event()
+        # Made by the first that waits for it.
+        self._departure: asyncio.Event | None = None
         self._read_error: InvalidRequestError | None = None
         self._is_closed = False
         self._is_closing = False
@@ -138,6 +139,8 @@ class CallStream:
 
     async def departure(self) -> None:
         """Until the next message leaves."""
+        if self._departure is None:
+            self._departure = asyncio.Event()
         await self._departure.wait()
 
     # --- in --------------------------------------------------------------------------------------------------
@@ -196,8 +199,9 @@ class CallStream:
             context.num_unsent -= 1
             message.events.append(event)
             num_bytes += event.ByteSize()
-        self._departure.set()
-        self._departure = asyncio.Event()
+        if self._departure is not None:
+            self._departure.set()
+            self._departure = None
         return message
 
     async def _send(self, message: GenerateManyResponse) -> None:
