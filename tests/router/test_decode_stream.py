@@ -9,7 +9,7 @@ from router_fakes import decode, prefill, reference_ids
 from router_harness import harness, until
 
 from graftline.errors import CancelledRequestError, PeerUnavailableError
-from graftline.proto.channel import open_channel
+from graftline.proto.channel import Access, open_channel
 from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest, DecodeServiceGenerateResponse
 from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
 from graftline.router.decode_stream import DecodeStream
@@ -70,6 +70,13 @@ async def test_a_stream_that_the_decode_ends_is_opened_again() -> None:
         assert answer.token_ids == reference_ids(IDS, 4, 1)
         assert answer.finish is not None
         assert (answer.finish.attempts, worker.num_streams) == (1, 2)
+
+
+async def test_the_stream_carries_the_bearer_token() -> None:
+    workers = prefill(tokens=["secret"]), decode(tokens=["secret"])
+    async with harness(*workers, worker_access=Access(token="secret")) as h:
+        answer = await h.answer(text=PROMPT, max_tokens=4, seed=1)
+        assert answer.token_ids == reference_ids(IDS, 4, 1)
 
 
 # --- without a router --------------------------------------------------------------------------------------------

@@ -159,9 +159,11 @@ class FakeWorker:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     server: RpcServer | None = None
     address: str = ""
+    # Bearer tokens it asks for.
+    tokens: Sequence[str] = ()
 
     async def start(self, listen: str = "127.0.0.1:0") -> "FakeWorker":
-        self.server = RpcServer(listen)
+        self.server = RpcServer(listen, tokens=self.tokens)
         self.server.add(add_WorkerServiceServicer_to_server, FakeWorkerService(self), "graftline.v1.WorkerService")
         if self.role == WorkerRole.WORKER_ROLE_DECODE:
             self.server.add(add_DecodeServiceServicer_to_server, FakeDecodeService(self), "graftline.v1.DecodeService")
