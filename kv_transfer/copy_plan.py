@@ -96,10 +96,10 @@ class CopyPlanner:
         if not units:
             return {}
         segments = self._segments_of(frozenset(kinds))
-        if len({dst for _, dst in units}) != len(units):
-            raise InvalidRequestError("destination units", f"{[dst for _, dst in units]} repeat an id")
+        runs = _runs(units)
+        _require_distinct(runs)
         return {
-            session_id: [copy for segment in session for copy in _copies(segment, units)]
+            session_id: [copy for segment in session for copy in _copies(segment, runs)]
             for session_id, session in segments.items()
         }
 
@@ -191,19 +191,47 @@ def _joined(segments: Iterable[_Segment]) -> Iterator[_Segment]:
         yield current
 
 
-def _copies(segment: _Segment, units: Sequence[tuple[int, int]]) -> Iterator[Copy]:
-    """One copy a unit, or one a run of consecutive units when the segment fills them."""
-    run_src, run_dst, run_len = units[0][0], units[0][1], 0
+class _Run(NamedTuple):
+    """Units that follow each other on both sides."""
+
+    src: int
+    dst: int
+    length: int
+
+
+def _runs(units: Sequence[tuple[int, int]]) -> list[_Run]:
+    """The units as runs, in order: with a large handoff, looking at each unit once is what planning costs."""
+    runs: list[_Run] = []
+    first_src, first_dst = next_src, next_dst = units[0]
     for src, dst in units:
-        _require_unit(segment, src, dst)
-        if run_len and not (segment.spans_units and src == run_src + run_len and dst == run_dst + run_len):
-            yield _run(segment, run_src, run_dst, run_len)
-            run_src, run_dst, run_len = src, dst, 0
-        run_len += 1
-    yield _run(segment, run_src, run_dst, run_len)
+        if src != next_src or dst != next_dst:
+            runs.append(_Run(first_src, first_dst, next_src - first_src))
+            first_src, first_dst = src, dst
+        next_src, next_dst = src + 1, dst + 1
+    runs.append(_Run(first_src, first_dst, next_src - first_src))
+    return runs
 
 
-def _run(segment: _Segment, src: int, dst: int, num_units: int) -> Copy:
+def _require_distinct(runs: Sequence[_Run]) -> None:
+    end: int | None = None
+    for run in sorted(runs, key=lambda run: run.dst):
+        if end is not None and run.dst < end:
+            raise InvalidRequestError("destination units", f"{run.dst} is repeated")
+        end = run.dst + run.length
+
+
+def _copies(segment: _Segment, runs: Sequence[_Run]) -> Iterator[Copy]:
+    """One copy a run when the segment fills its units, else one a unit."""
+    for run in runs:
+        _require_run(segment, run)
+        if segment.spans_units:
+            yield _copy(segment, run.src, run.dst, run.length)
+        else:
+            for index in range(run.length):
+                yield _copy(segment, run.src + index, run.dst + index, 1)
+
+
+def _copy(segment: _Segment, src: int, dst: int, num_units: int) -> Copy:
     return Copy(
         segment.src_base + src * segment.src_stride,
         segment.dst_base + dst * segment.dst_stride,
@@ -211,7 +239,10 @@ def _run(segment: _Segment, src: int, dst: int, num_units: int) -> Copy:
     )
 
 
-def _require_unit(segment: _Segment, src: int, dst: int) -> None:
-    assert 0 <= src < segment.src_units, f"source unit {src} is outside [0, {segment.src_units})"
-    if not 0 <= dst < segment.dst_units:
-        raise InvalidRequestError("destination units", f"{dst} is outside [0, {segment.dst_units})")
+def _require_run(segment: _Segment, run: _Run) -> None:
+    last_src, last_dst = run.src + run.length - 1, run.dst + run.length - 1
+    assert 0 <= run.src <= last_src < segment.src_units, (
+        f"source units {run.src}..{last_src} are outside [0, {segment.src_units})"
+    )
+    if not 0 <= run.dst <= last_dst < segment.dst_units:
+        raise InvalidRequestError("destination units", f"{run.dst}..{last_dst} are outside [0, {segment.dst_units})")

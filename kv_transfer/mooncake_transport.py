@@ -29,7 +29,7 @@ _UNDER_WAY = 0
 _DONE = 1
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 500e-6
-_PAUSE_GROWTH = 1.5
+_PAUSE_SHARE = 1 / 32  # of the time since the start: what a write may seem longer than it was
 _QUICK_FAILURE_S = 0.5
 _MAX_SPELLINGS = 16
 
@@ -264,7 +264,6 @@ class MooncakeTransport:
         into pages that have found another owner.
         """
         attempt = _Attempt(start_s=time.monotonic(), waiting=deque(copies))
-        pause_s = _FIRST_PAUSE_S
         spin_until_s = attempt.start_s + self._config.spin_s
         while not attempt.ended:
             if time.monotonic() >= deadline_s:
@@ -272,11 +271,9 @@ class MooncakeTransport:
                 break
             self._fill(session, attempt, deadline_s)
             if attempt.under_way and not self._collect_oldest(attempt):
-                if time.monotonic() < spin_until_s:
-                    time.sleep(0)
-                    continue
-                time.sleep(pause_s)
-                pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
+                now_s = time.monotonic()
+                pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, _PAUSE_SHARE * (now_s - attempt.start_s)))
+                time.sleep(0 if now_s < spin_until_s else pause_s)
         session.abandoned.extend(attempt.give_up())
         return attempt
 
