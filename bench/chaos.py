@@ -29,6 +29,7 @@ from graftline.client import AsyncClient, Delta
 from graftline.engine.draft_head.random import write_tiny_head
 from graftline.engine.model_fetch import resolve_model
 from graftline.engine.models.random import write_tiny_model
+from graftline.errors import InvalidRequestError
 from graftline.launcher import Cluster, ClusterSpec, local_cluster
 
 TINY = "tiny"
@@ -328,7 +329,14 @@ def _described(plan: ChaosPlan) -> dict[str, str]:
 
 
 def _settled(plan: ChaosPlan, scratch: Path) -> ClusterSpec:
-    """The cluster to start: its model on disk, ports that are free, clocks that fit each other."""
+    """The cluster to start: its model on disk, ports that are free, clocks that fit each other.
+
+    Raises:
+        InvalidRequestError: a pool could not hold the longest answer, so that it would end early for a good reason.
+    """
+    longest = plan.pool.max_prompt_len + plan.pool.max_tokens
+    if plan.cluster.pages and plan.cluster.pages * plan.cluster.page_size < longest:
+        raise InvalidRequestError("cluster.pages", f"{plan.cluster.pages} hold no request of {longest} tokens")
     spec = replace(plan.cluster, first_port=free_ports(), log_dir=plan.cluster.log_dir or scratch / "logs")
     if plan.model == TINY:
         model = write_tiny_model(scratch / "model", context=512)

@@ -1,12 +1,14 @@
 """The parts of a chaos run: schedules, requests and their answers, checks that can fail, leaks, trends."""
 
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from tiny_world import PlainModel
 
+from graftline.bench.chaos import ChaosPlan, ChaosRun
 from graftline.bench.chaos_asks import Ask, AskBook, PoolSize, Sampling
 from graftline.bench.chaos_faults import FaultKind, Lane, schedule
 from graftline.bench.chaos_gauges import Counters, ProcessSample
@@ -104,6 +106,14 @@ def test_what_is_wrong_with_an_end_is_seen() -> None:
         twice.take(0, (), None)
     with pytest.raises(WrongAnswerError, match="nobody asked"):
         reading().take(1, (7,), None)
+
+
+async def test_a_pool_too_small_for_the_requests_is_refused() -> None:
+    """Answers that end early because there is no room for more would look wrong."""
+    plan = ChaosPlan()
+    small = replace(plan, cluster=replace(plan.cluster, pages=56))
+    with pytest.raises(InvalidRequestError, match="56 hold no request of 240 tokens"):
+        await ChaosRun(small, print).run()
 
 
 def test_counters_survive_restarts() -> None:
