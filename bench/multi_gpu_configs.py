@@ -37,11 +37,16 @@ def prefill_over(
 
 
 def decode_over(
-    setting: Setting, tree: TreeShape | None, devices: Sequence[str], split: tuple[int, ...] = ()
+    setting: Setting,
+    tree: TreeShape | None,
+    devices: Sequence[str],
+    split: tuple[int, ...] = (),
+    *,
+    device_rounds: bool | None = None,
 ) -> EngineConfig:
-    """A decode with a stage on every device; rounds of fixed shape on GPUs."""
-    on_gpu = devices[0] != "cpu"
-    return _over(setting, setting.decode(tree, device_rounds=on_gpu), devices, split)
+    """A decode with a stage on every device; rounds of fixed shape on GPUs, and where asked for."""
+    fixed = devices[0] != "cpu" if device_rounds is None else device_rounds
+    return _over(setting, setting.decode(tree, device_rounds=fixed), devices, split)
 
 
 def _over(setting: Setting, config: EngineConfig, devices: Sequence[str], split: tuple[int, ...]) -> EngineConfig:

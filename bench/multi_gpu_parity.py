@@ -49,7 +49,7 @@ def _compare(
     tree = CHAIN if setting.head is not None else None
     # The prefill shares GPUs with the decode: both are small in float32.
     prefill = prefill_over(setting, tree, devices[:prefill_stages])
-    decode = decode_over(setting, tree, devices)
+    decode = decode_over(setting, tree, devices, device_rounds=True)
     found: dict[str, Any] = {"prompts": len(prompts), "tokens": len(expected[0])}
     with worker_pair(prefill, decode) as pair:
         for concurrency in CONCURRENCIES:

@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         cuda_graphs: rounds of fixed shape are captured and replayed; no effect on CPU.
         max_graph_batch: sequences of the largest captured round; larger ones run op by op.
         overlap: a round is launched before the host has read the one before; needs `device_rounds`, and stages
-            that share a device.
+            that share a device or have one each.
         preempt_every: forced preemption every so many rounds, a test hook; 0 is off.
     """
 
@@ -130,7 +130,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Rounds of one microbatch that may be under way at once."""
         is_threads = self.stage_mode is StageMode.THREADS and len(set(self.devices)) == 1
         shares_device = self.num_stages == 1 or is_threads
-        return 2 if self.device_rounds and self.overlap and shares_device else 1
+        runs_ahead = self.device_rounds and self.overlap and shares_device
+        return 2 if runs_ahead or self.returns_rounds else 1
+
+    @property
+    def returns_rounds(self) -> bool:
+        """The last stage's rounds go back to the earlier stages from device to device, so that they can run ahead of
+        the host: stages are processes, each on a device of its own as far as can be seen from here.
+        """
+        if self.stage_mode is StageMode.THREADS or self.num_stages == 1 or not (self.device_rounds and self.overlap):
+            return False
+        if self.stage_channel is StageChannel.AUTO:
+            return self.device_type == "cuda" and len(set(self.devices)) == self.num_stages
+        return self.stage_channel is StageChannel.DIRECT
 
     @property
     def num_stages(self) -> int:

@@ -16,8 +16,10 @@ from graftline.engine.device_growth import DeviceGrowth
 from graftline.engine.draft_module import DraftModule
 from graftline.engine.graph_capture import CapturedGraph, GraphPool
 from graftline.engine.kv_pool import KvPool
+from graftline.engine.links_payload import Payloads
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import StepPlan
+from graftline.engine.round_returns import ReturnedRounds, ReturningRounds
 from graftline.engine.round_state import RoundState
 from graftline.kernels.draft_inputs import gather_columns
 from graftline.kernels.kv_compact import compact_kv
@@ -60,6 +62,8 @@ class DeviceRounds:
         drafter: the last stage's; None without speculation.
         graphs: capture rounds of up to `max_graph_batch` sequences, on CUDA.
         shares_state: all stages work on one state: the first one tells it what the host knows.
+        returns: ways between the last stage and the earlier ones, for stages with states of their own whose rounds run
+            ahead of the host; see `engine/round_returns.py`.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class DeviceRounds:
         graphs: bool,
         max_graph_batch: int,
         shares_state: bool = False,
+        returns: Sequence[Payloads] = (),
     ) -> None:
         self._model = model
         self._pool = pool
@@ -91,10 +96,15 @@ class DeviceRounds:
         self._graph_pool = GraphPool(state.device, captures=graphs)
         self._sampled_slots: set[int] = set()
         self._tells = is_first or not shares_state
+        self._follows = is_first and not is_last and shares_state
         self._newest: dict[int, int] = {}
+        self._returning = ReturningRounds(returns) if is_last and returns else None
+        self._returned = ReturnedRounds(returns[0], state) if not is_last and returns else None
 
     def learn(self, plan: StepPlan) -> None:
         """Takes in openings and page changes, of plans of any kind."""
+        if self._returned is not None:
+            self._returned.catch_up(plan)
         if self._tells:
             self.state.open(plan.openings)
             self.state.change_pages(plan.pages)
@@ -113,7 +123,7 @@ class DeviceRounds:
         """
         size = plan.round_size
         inputs = self._inputs_of(size)
-        if self._is_first and not self._is_last and any(segment.carry for segment in plan.segments):
+        if self._follows and any(segment.carry for segment in plan.segments):
             self.state.order.follow(plan.microbatch, self._newest[plan.microbatch], _FOLLOW_TIMEOUT_S)
         self._newest[plan.microbatch] = plan.step
         self.state.begin(plan.segments, inputs.slots, tell=self._tells)
@@ -125,6 +135,10 @@ class DeviceRounds:
         output = self._round(inputs, is_greedy) if graph is None else graph.replay()
         if self._is_last and not self._is_first:
             self.state.order.launched(plan.microbatch, plan.step)
+        if self._returning is not None:
+            self._returning.send(output)
+        if self._returned is not None:
+            self._returned.launched(plan)
         return output
 
     def capture(self, sizes: Sequence[int]) -> int:

@@ -125,11 +125,13 @@ class StageEnds:
         upstream: from the stage before this one.
         downstream: to the stage behind it.
         stars: of every stage > 0 its links with stage 0, of which a rank may use its own, and rank 0 all.
+        returns: ways from the last stage to the earlier ones: all on the last stage, its own on an earlier one.
     """
 
     upstream: DistributedLink | None
     downstream: DistributedLink | None
     stars: list[StageStar]
+    returns: list[Payloads]
 
 
 def connect_stages(
@@ -137,12 +139,15 @@ def connect_stages(
     rank: int,
     device: torch.device,
     channel: StageChannel = StageChannel.AUTO,
+    *,
+    returns: bool = False,
 ) -> StageEnds:
     """Builds the links of a pipeline; every rank must call it, after `init_process_group`.
 
     Args:
         device: of this rank's stage.
         channel: how hidden states are to go; "auto" decides for every two neighbours.
+        returns: the last stage's rounds go back to the earlier ones; see `engine/round_returns.py`.
 
     Raises:
         InvalidRequestError: a direct channel between two stages on one GPU.
@@ -157,7 +162,8 @@ def connect_stages(
     ]
     upstream = chain[rank - 1] if rank > 0 else None
     downstream = chain[rank] if rank < num_stages - 1 else None
-    return StageEnds(upstream, downstream, stars)
+    ways = _return_ways(num_stages, rank, device) if returns else []
+    return StageEnds(upstream, downstream, stars, ways)
 
 
 def leave_job(timeout_s: float, *, abort: bool = False) -> bool:
@@ -213,6 +219,22 @@ def _chain_link(pair: tuple[int, int], rank: int, device: torch.device, goes_dir
     payloads = DirectPayloads(own_group, source, target, device)
     payloads.meet(rank)
     return DistributedLink(group, source, target, payloads)
+
+
+def _return_ways(num_stages: int, rank: int, device: torch.device) -> list[Payloads]:
+    """Groups of their own: what goes back must not wait behind hidden states that go forth."""
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise InvalidRequestError("overlap", "rounds ahead of the host need NCCL between stages on several GPUs")
+    last = num_stages - 1
+    ways: list[Payloads] = []
+    for stage in range(last):
+        group = _new_group(last, stage, _backend(device))
+        if rank in (stage, last):
+            # One round of every microbatch can be on its way at most: no send ever waits here.
+            way = DirectPayloads(group, last, stage, device, max_unfinished=num_stages + 2)
+            way.meet(rank)
+            ways.append(way)
+    return ways
 
 
 def _backend(device: torch.device) -> str:

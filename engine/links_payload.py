@@ -91,18 +91,27 @@ class DirectPayloads:
         group: the two ranks; this link alone uses it.
         source, target: their global ranks.
         device: of this end.
+        max_unfinished: sends that may be; see `MAX_UNFINISHED_SENDS`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, source: int, target: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        target: int,
+        device: torch.device,
+        max_unfinished: int = MAX_UNFINISHED_SENDS,
+    ) -> None:
         self._group = group
         self._source = source
         self._target = target
         self._device = device
+        self._max_unfinished = max_unfinished
         self._unfinished: deque[tuple[dist.Work, Tensor]] = deque()
 
     def put(self, payload: Tensor) -> Callable[[], None]:
         """See `Payloads`."""
-        while len(self._unfinished) >= MAX_UNFINISHED_SENDS:
+        while len(self._unfinished) >= self._max_unfinished:
             _finish(self._unfinished.popleft()[0], self._target)
         copied = payload.clone(memory_format=torch.contiguous_format)
         try:

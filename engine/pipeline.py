@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from graftline.engine.config import EngineConfig, StageMode
 from graftline.engine.links import HubLinks, LocalLink, QueuedSender, Receiver, Sender, StageLinks
 from graftline.engine.links_distributed import DistributedLink, connect_stages, leave_job
+from graftline.engine.links_payload import Payloads
 from graftline.engine.plan import (
     Control,
     Heartbeat,
@@ -127,6 +128,7 @@ class Pipeline:
         self._queued: list[QueuedSender] = []
         self._failed = False
         self._plans: Sender | None = None
+        self._returns: list[Payloads] = []
         self._controls: list[Sender] = []
         self._stopping = False
 
@@ -289,7 +291,7 @@ class Pipeline:
         control = LocalLink()
         self._controls.append(control)
         with on_device(self._config.stage_device(stage)):
-            built = build_stage(self._config, stage, round_state)
+            built = build_stage(self._config, stage, round_state, self._returns if stage == 0 else ())
             port = self._make_port(stage)
             layout = port.open(built.pools)
         inbox = _InboxSender(self)
@@ -343,7 +345,9 @@ class Pipeline:
                 self._children[stage] = self._spawn(stage, store.port)
             self._await_children(store, deadline)
             dist.init_process_group("gloo", store=store, rank=0, world_size=count, timeout=timeout)
-        ends = connect_stages(count, 0, torch.device(self._config.stage_device(0)), self._config.stage_channel)
+        config, device = self._config, torch.device(self._config.stage_device(0))
+        ends = connect_stages(count, 0, device, config.stage_channel, returns=config.returns_rounds)
+        self._returns = ends.returns
         assert ends.downstream is not None
         hubs = []
         for star in ends.stars:

@@ -20,7 +20,7 @@ from graftline.kernels.upload import upload
 
 
 class RoundState:
-    """Tables of all request slots and, behind them, one for padding.
+    """Tables of all request slots and, behind them, one for padding and one for rows that nobody wants.
 
     Args:
         num_slots: request slots.
@@ -37,16 +37,17 @@ class RoundState:
         self.page_size = page_size
         self.device = device
         self.padding_slot = num_slots
+        self.unwanted_slot = num_slots + 1
         self.order = RoundOrder(device)
         # Rounds run ahead of the host: one more tree than the last that counts may be written.
         self.max_pages = num_pages_for(max_len + 2 * (self.path_len + shape.nodes), page_size)
         self.layout = layout = RoundLayout(self.path_len, shape.nodes)
-        self._rows = torch.zeros(num_slots + 1, layout.width, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(num_slots + 2, layout.width, dtype=torch.int64, device=device)
         self._rows[:, layout.accepted_at : layout.tokens_at] = -1
-        self._pages = torch.zeros(num_slots + 1, self.max_pages, dtype=torch.int32, device=device)
-        self._limits = torch.zeros(num_slots + 1, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
+        self._pages = torch.zeros(num_slots + 2, self.max_pages, dtype=torch.int32, device=device)
+        self._limits = torch.zeros(num_slots + 2, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
         self._limits[:, 1] = 1.0
-        self._draws = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)  # top_k, seed
+        self._draws = torch.zeros(num_slots + 2, 2, dtype=torch.int64, device=device)  # top_k, seed
 
     def open(self, openings: Sequence[SlotOpening]) -> None:
         """Requests take slots: how they are sampled."""
@@ -98,6 +99,10 @@ class RoundState:
     def write(self, slots: Tensor, walked: WalkedRounds, tokens: Tensor, parents: Tensor, num_nodes: Tensor) -> Tensor:
         """Keeps what a round left and the trees that come next; see `close_rounds`."""
         return close_rounds(self._rows, slots, self.padding_slot, self.layout, walked, tokens, parents, num_nodes)
+
+    def put(self, slots: Sequence[int], rows: Tensor) -> None:
+        """Takes over rows that another stage's `write` left: [slots, layout.width]."""
+        self._rows.index_copy_(0, upload(slots, torch.int64, self.device), rows)
 
     def unpack(self, row: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """One row of the table on the host: (accepted nodes, tokens, parents of the tree)."""

@@ -1,6 +1,7 @@
 """Builds one stage from a worker's configuration: weights, pools, and on the last stage head and drafter."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from graftline.engine.draft_module import DraftModule
 from graftline.engine.drafter import Drafter
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
+from graftline.engine.links_payload import Payloads
 from graftline.engine.memory_plan import (
     DTYPES,
     draft_geometry,
@@ -66,11 +68,14 @@ def _round_state(config: EngineConfig, target: ModelConfig, device: torch.device
     return RoundState(config.max_running, longest, config.tree, config.page_size, device)
 
 
-def build_stage(config: EngineConfig, index: int, round_state: RoundState | None = None) -> BuiltStage:
+def build_stage(
+    config: EngineConfig, index: int, round_state: RoundState | None = None, returns: Sequence[Payloads] = ()
+) -> BuiltStage:
     """Loads what stage `index` owns.
 
     Args:
         round_state: what stages on one device share of their rounds; None: the stage's own.
+        returns: see `DeviceRounds`.
 
     Raises:
         InvalidRequestError: the split does not fit the model, or the draft head does not fit the target.
@@ -114,6 +119,7 @@ def build_stage(config: EngineConfig, index: int, round_state: RoundState | None
             graphs=config.cuda_graphs,
             max_graph_batch=config.max_graph_batch,
             shares_state=round_state is not None,
+            returns=returns,
         )
         if device.type == "cuda":
             graph_bytes = rounds.capture(round_sizes(config.max_running))

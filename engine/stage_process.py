@@ -60,14 +60,14 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
         dist.init_process_group("gloo", store=store, rank=stage, world_size=config.num_stages, timeout=JOIN_TIMEOUT)
     else:
         dist.init_process_group("gloo", init_method="env://", timeout=JOIN_TIMEOUT)
-    ends = connect_stages(config.num_stages, stage, device, config.stage_channel)
+    ends = connect_stages(config.num_stages, stage, device, config.stage_channel, returns=config.returns_rounds)
     star = ends.stars[stage - 1]
     assert ends.upstream is not None
     assert star.control is not None
     assert star.results is not None
     assert star.reports is not None
     try:
-        built = build_stage(config, stage)
+        built = build_stage(config, stage, returns=ends.returns)
         port = make_port(stage)
         layout = port.open(built.pools)
     except Exception as error:
