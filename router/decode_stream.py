@@ -149,6 +149,10 @@ class DecodeStream:
                 return await self._read(stream)
             except aio.AioRpcError as error:
                 return failure_from_rpc(error)
+            except asyncio.CancelledError:
+                if not _is_being_cancelled():
+                    return _unavailable("calls could not be written to the decode")
+                raise
             except Exception as error:  # a border to a foreign process: whatever it sends ends its own stream only
                 logger.exception("reading a stream of calls failed")
                 return Failure(InternalError(f"{type(error).__name__}: {error}"), grpc.StatusCode.INTERNAL, Leg.DECODE)
@@ -181,6 +185,9 @@ class DecodeStream:
                     await self._something.wait()
         except (aio.AioRpcError, asyncio.InvalidStateError):
             return  # reading says why
+        except Exception:
+            logger.exception("writing a stream of calls failed")
+            stream.cancel()
 
     def _next_message(self) -> GenerateManyRequest:
         message = GenerateManyRequest()
@@ -208,6 +215,12 @@ class DecodeStream:
         self._something.clear()
         for call in calls:
             call.end(failure)
+
+
+def _is_being_cancelled() -> bool:
+    """Whether the task is, rather than the stream it waits for."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _unavailable(reason: str) -> Failure:

@@ -147,3 +147,22 @@ async def test_a_call_that_cannot_take_a_message_leaves_the_others_alone() -> No
         assert sum(len(response.tokens.token_ids) for response in taken) == 4
         running.cancel()
         await worker.stop()
+
+
+async def test_a_message_that_cannot_be_written_costs_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await decode().start()
+    async with open_channel(worker.address) as channel:
+        stream = DecodeStream(DecodeServiceStub(channel), ())
+        running = asyncio.create_task(stream.run())
+
+        def fail(_: DecodeStream) -> None:
+            raise ValueError("too large")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeStream, "_next_message", fail)
+            failure = await asyncio.wait_for(stream.call(message(), lambda _: None).ended, 2)
+        assert failure is not None
+        assert isinstance(failure.error, PeerUnavailableError)
+        assert await asyncio.wait_for(stream.call(message(), lambda _: None).ended, 2) is None
+        running.cancel()
+        await worker.stop()
