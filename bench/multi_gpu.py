@@ -74,12 +74,27 @@ def _large(steps: Steps, place: Place) -> None:
     measure_speculation(steps, "8B shapes", model, head, place.devices, load, usual_tree(place.device))
 
 
-def _small(steps: Steps, place: Place) -> None:
+def _long(steps: Steps, place: Place) -> None:
     from graftline.bench.gpu_configs import usual_tree
+    from graftline.bench.gpu_models import LLAMA_8B, write_successor_pair
     from graftline.bench.multi_gpu_speculation import Load, measure_speculation
 
+    length = 16384
+    shapes = TINY if place.device == "cpu" else {**LLAMA_8B, "max_position_embeddings": length + 1024}
+    model, head = write_successor_pair(place.scratch / "long-successors", SHARE, shapes)
+    load = Load.small() if place.device == "cpu" else Load.of_long_prompts(length)
+    measure_speculation(steps, "8B shapes, 16k", model, head, place.devices, load, usual_tree(place.device))
+
+
+def _small(steps: Steps, place: Place) -> None:
+    from graftline.bench.gpu_configs import usual_tree
+    from graftline.bench.gpu_parity import parity_prompts
+    from graftline.bench.multi_gpu_speculation import Load, measure_speculation
+    from graftline.engine.models.checkpoint import open_checkpoint
+
     model, head = _model_and_head(place)
-    load = Load.small() if place.device == "cpu" else Load.of_gpu(prompt_len=512)
+    texts = parity_prompts(open_checkpoint(model)) if place.model else ()
+    load = Load.small() if place.device == "cpu" else Load.of_gpu(512, texts)
     measure_speculation(steps, "default model", model, head, place.devices, load, usual_tree(place.device))
 
 
@@ -109,6 +124,7 @@ SECTIONS = {
     "parity": Section(120.0, _parity),
     "handoff": Section(110.0, _handoff),
     "large": Section(220.0, _large),
+    "long": Section(220.0, _long),
     "small": Section(140.0, _small),
 }
 """In order of importance."""

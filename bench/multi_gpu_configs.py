@@ -30,10 +30,15 @@ TINY: Mapping[str, Any] = {
 
 
 def prefill_over(
-    setting: Setting, tree: TreeShape | None, devices: Sequence[str], split: tuple[int, ...] = ()
+    setting: Setting,
+    tree: TreeShape | None,
+    devices: Sequence[str],
+    split: tuple[int, ...] = (),
+    *,
+    prefix_cache: bool = False,
 ) -> EngineConfig:
     """A prefill with a stage on every device."""
-    return _over(setting, setting.prefill(tree), devices, split)
+    return _over(setting, setting.prefill(tree, prefix_cache=prefix_cache), devices, split)
 
 
 def decode_over(

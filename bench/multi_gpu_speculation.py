@@ -25,6 +25,8 @@ class Load:
         prompt_len: tokens of every prompt.
         output_tokens: of an answer at concurrency 1 and 2: what a first round's tree is worth is spread over them.
         steady_tokens: of an answer at higher concurrency, so that all requests decode together for a while.
+        texts: prompts of text, for heads that draft nothing useful behind others; cut to `prompt_len`.
+        prefix_cache: of the prefill.
     """
 
     prompt_len: int
@@ -36,12 +38,20 @@ class Load:
     chunk_tokens: int = 1024
     threads: int = 4
     repeats: int = 3
+    texts: Sequence[Sequence[int]] = ()
+    prefix_cache: bool = False
 
     @classmethod
-    def of_gpu(cls, prompt_len: int) -> "Load":
+    def of_gpu(cls, prompt_len: int, texts: Sequence[Sequence[int]] = ()) -> "Load":
         """What a run of nine minutes has time for."""
         pages = 33 * (-(-(prompt_len + 320) // 16) + 1)
-        return cls(prompt_len, (1, 2, 8, 32), 64, 256, pages)
+        return cls(prompt_len, (1, 2, 8, 32), 64, 256, pages, texts=texts)
+
+    @classmethod
+    def of_long_prompts(cls, prompt_len: int) -> "Load":
+        """Prompts that take longer to compute than there is time for: the prefill keeps them after their first use."""
+        pages = 33 * (-(-(prompt_len + 192) // 16) + 1)
+        return cls(prompt_len, (32, 8, 1), 64, 128, pages, chunk_tokens=4096, repeats=2, prefix_cache=True)
 
     @classmethod
     def small(cls) -> "Load":
@@ -53,7 +63,9 @@ class Load:
         return self.output_tokens if concurrency <= 2 else self.steady_tokens
 
     def prompts(self, concurrency: int, vocab: int) -> list[list[int]]:
-        """As many prompts as there are requests at a time, all different."""
+        """As many prompts as there are requests at a time, all different, unless there are fewer texts."""
+        if self.texts:
+            return [list(self.texts[row % len(self.texts)])[: self.prompt_len] for row in range(concurrency)]
         limit = min(vocab - 2, 30000) - 2
         return [[(31 * row + 7 * index) % limit + 2 for index in range(self.prompt_len)] for row in range(concurrency)]
 
@@ -98,7 +110,7 @@ def _measure_pair(
     if len(devices) > 1:
         decode = decode_over(setting, tree, devices, measured_split(decode))
     # The prefill shares the first stage's GPU.
-    prefill = prefill_over(setting, tree, [setting.device])
+    prefill = prefill_over(setting, tree, [setting.device], prefix_cache=load.prefix_cache)
     starts = {"plain": True} if tree is None else {"real tree": True, "root-only": False}
     with worker_pair(prefill, decode) as pair:
         for concurrency, (start, real_tree) in product(load.concurrencies, starts.items()):

@@ -97,13 +97,18 @@ def test_ratios_need_both_figures() -> None:
 
 
 def test_loads_fit_their_pools() -> None:
-    for load in (Load.of_gpu(1024), Load.small()):
+    for load in (Load.of_gpu(1024), Load.of_long_prompts(16384), Load.small()):
         most = max(load.concurrencies)
         each = -(-(load.prompt_len + load.tokens_at(most) + 8) // load.page_size)
         assert most * each <= load.num_pages
-        prompts = load.prompts(most, 300)
+        prompts = load.prompts(most, 30000)
         assert len({tuple(prompt) for prompt in prompts}) == most
-        assert all(0 <= token < 300 for prompt in prompts for token in prompt)
+        assert all(0 <= token < 30000 for prompt in prompts for token in prompt)
+
+
+def test_prompts_of_text_are_cut_and_taken_in_turn() -> None:
+    load = Load.of_gpu(3, texts=[[5, 6, 7, 8], [9]])
+    assert load.prompts(3, 300) == [[5, 6, 7], [9], [5, 6, 7]]
 
 
 def test_sections_run_in_order_within_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
