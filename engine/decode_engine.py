@@ -211,10 +211,8 @@ class DecodeScheduler:
 
     def _schedule(self) -> None:
         self._reserve_from_line()
-        for batch in list(self._batches.ready()):
-            self._launch(batch)
-            if batch.steps and len(batch.steps) < self._config.rounds_ahead:
-                self._launch(batch)
+        while any(self._launch(batch) for batch in list(self._batches.ready())):
+            pass
         self._load = self._snapshot()
 
     def _beat(self) -> None:
@@ -380,11 +378,11 @@ class DecodeScheduler:
         self._forget(request)
         request.deliver(Preempted(request.counts))
 
-    def _launch(self, batch: Microbatch) -> None:
-        """Starts a round of a microbatch, if it has anyone who can run."""
+    def _launch(self, batch: Microbatch) -> bool:
+        """Starts a round of a microbatch, if it has anyone who can run; whether it did."""
         is_ahead = bool(batch.steps)
         if is_ahead and not self._can_run_ahead(batch):
-            return
+            return False
         is_fixed = self._config.device_rounds and all(request.is_plain for request in batch.members)
         openings: list[SlotOpening] = []
         changes: list[PageChange] = []
@@ -407,6 +405,7 @@ class DecodeScheduler:
             plan = StepPlan(next(self._steps), batch.index, openings, changes, segments, False, size)
             batch.launched(plan.step, carries=is_fixed)
             self._pipeline.submit(plan)
+        return bool(segments)
 
     def _can_run_ahead(self, batch: Microbatch) -> bool:
         """Whether a round may start before the one under way was read: without taking anything from anybody, with

@@ -101,10 +101,13 @@ class DeviceRounds:
         self._returning = ReturningRounds(returns) if is_last and returns else None
         self._returned = ReturnedRounds(returns[0], state) if not is_last and returns else None
 
-    def learn(self, plan: StepPlan) -> None:
-        """Takes in openings and page changes, of plans of any kind."""
+    def await_returns(self, plan: StepPlan) -> None:
+        """Takes back what a plan builds on, of plans of any kind; before `learn`."""
         if self._returned is not None:
             self._returned.catch_up(plan)
+
+    def learn(self, plan: StepPlan) -> None:
+        """Takes in openings and page changes, of plans of any kind."""
         if self._tells:
             self.state.open(plan.openings)
             self.state.change_pages(plan.pages)

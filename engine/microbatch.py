@@ -14,16 +14,19 @@ class Microbatch:
     Attributes:
         steps: rounds under way, oldest first.
         carries: the last round left on the device what the next one needs.
+        newest: the last round that began, -1 for none.
     """
 
     index: int
     members: list[DecodeRequest] = field(default_factory=list)
     steps: deque[int] = field(default_factory=deque)
     carries: bool = False
+    newest: int = -1
 
     def launched(self, step: int, *, carries: bool) -> None:
         """A round began."""
         self.steps.append(step)
+        self.newest = step
         self.carries = carries
 
 
@@ -44,8 +47,17 @@ class MicrobatchSet:
         return sum(len(batch.members) for batch in self._batches)
 
     def ready(self) -> Iterator[Microbatch]:
-        """Microbatches with members that may start another round."""
-        return (batch for batch in self._batches if batch.members and len(batch.steps) < self._rounds_ahead)
+        """Microbatches with members that may start another round, who waited longest first.
+
+        A round ahead of the host waits on the first stage for the one before it. So microbatches take turns with them:
+        two in a row of one would leave that stage idle while another's rounds stand behind.
+        """
+        filled = sorted((batch for batch in self._batches if batch.members), key=lambda batch: batch.newest)
+        return (
+            batch
+            for index, batch in enumerate(filled)
+            if not batch.steps or (index == 0 and len(batch.steps) < self._rounds_ahead)
+        )
 
     def add(self, request: DecodeRequest) -> None:
         """A request joins the emptiest microbatch."""

@@ -62,6 +62,11 @@ class Stage:
         self._reader = RoundReader(rounds.state) if rounds is not None and last is not None else None
         self._pages: dict[int, list[int]] = {}
 
+    def await_returns(self, plan: StepPlan) -> None:
+        """Takes back what a plan's requests left on the last stage: the stage's stream waits for that one's."""
+        if self.rounds is not None:
+            self.rounds.await_returns(plan)
+
     def execute(self, plan: StepPlan, payload: Tensor | None, emit: Emit) -> Tensor | None:
         """Runs one step.
 

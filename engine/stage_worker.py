@@ -183,6 +183,7 @@ class StageWorker:
             message, payload = self._links.upstream.receive()
             if isinstance(message, StepPlan):
                 self._in_step = True
+                self._stage.await_returns(message)
                 with self._busy.step():
                     output = self._stage.execute(message, payload, self._links.results.send)
                 self._steps += 1

@@ -47,6 +47,33 @@ def test_rounds_ahead_land_in_order() -> None:
         batches.landed(0, 5)
 
 
+def test_microbatches_take_turns_with_rounds_ahead() -> None:
+    """CASES P21: the first stage never waits for a round of the microbatch it has just sent on."""
+    batches = MicrobatchSet(2, rounds_ahead=2)
+    batches.add(member(0))
+    (first,) = batches.ready()
+    first.launched(0, carries=True)
+    first.launched(1, carries=True)  # alone, it runs ahead
+    batches.add(member(1))
+    (second,) = batches.ready()
+    second.launched(2, carries=True)
+    assert list(batches.ready()) == [], "the first has two under way, the second's turn is over"
+    batches.landed(0, 0)
+    (turn,) = batches.ready()
+    assert turn is first
+    first.launched(3, carries=True)
+    (turn,) = batches.ready()
+    assert turn is second
+    second.launched(4, carries=True)
+    batches.landed(0, 1)
+    (turn,) = batches.ready()
+    assert turn is first
+    batches.landed(0, 3)
+    second.steps.clear()
+    first.launched(5, carries=True)
+    assert list(batches.ready()) == [second], "who has nothing under way may always start"
+
+
 def test_microbatches_are_kept_even() -> None:
     """CASES P21: requests that end unevenly leave no stage without work; who has a round under way stays."""
     batches = MicrobatchSet(2)
