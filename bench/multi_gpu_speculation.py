@@ -109,8 +109,10 @@ def _measure_pair(
     decode = decode_over(setting, tree, devices)
     if len(devices) > 1:
         decode = decode_over(setting, tree, devices, measured_split(decode))
-    # The prefill shares the first stage's GPU.
-    prefill = prefill_over(setting, tree, [setting.device], prefix_cache=load.prefix_cache)
+    # The prefill shares a GPU with a stage of two: the first one's, or the last one's, which has fewer layers, where it
+    # keeps all prompts.
+    beside = devices[-1] if load.prefix_cache and len(devices) > 1 else setting.device
+    prefill = prefill_over(setting, tree, [beside], prefix_cache=load.prefix_cache)
     starts = {"plain": True} if tree is None else {"real tree": True, "root-only": False}
     with worker_pair(prefill, decode) as pair:
         for concurrency, (start, real_tree) in product(load.concurrencies, starts.items()):
