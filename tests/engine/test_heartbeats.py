@@ -106,6 +106,9 @@ class HeldUp:
         self.entered.release()
         assert self.let_go.wait(WAIT_S)
 
+    def await_returns(self, plan: StepPlan) -> None:
+        """Nothing comes back to it."""
+
     def execute(self, plan: StepPlan, payload: Any, emit: Any) -> None:
         self.cancel("")
 
