@@ -66,16 +66,19 @@ class Drafter:
         assert self._device_growth is not None, f"{self._shape} does not fit rounds of fixed shape"
         return RoundDrafter(self._layer, self._pool, self._device_growth)
 
-    def capture_growth(self, max_trees: int, dtype: torch.dtype, device: torch.device) -> None:
+    def capture_growth(self, max_trees: int, dtype: torch.dtype, device: torch.device) -> int:
         """Captures growths of up to `max_trees` trees, or of as many as grow at once, if the head can be captured; see
         `GrowthGraphs`.
+
+        Returns:
+            Bytes of device memory that the graphs took.
         """
         if self._device_growth is None or not self._shape.speculates or not self._layer.is_capturable:
-            return
+            return 0
         most = min(max_trees, self._max_trees or max_trees)
         max_pages = num_pages_for(self._layer.position_limit, self._page_size)
         self._graphs = GrowthGraphs(self._device_growth, self._layer.hidden_size, dtype, max_pages, device)
-        self._graphs.capture(round_sizes(most))
+        return self._graphs.capture(round_sizes(most))
 
     def extend(self, features: Tensor, next_tokens: Tensor, batch: AttentionBatch) -> Tensor:
         """Makes drafter rows final.

@@ -40,13 +40,18 @@ class GrowthGraphs:
         """Trees of the largest growth there is; 0 before `capture`."""
         return max((size.trees for size in self._sizes), default=0)
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Warms growths of these many trees up and, on CUDA, captures them. Only padding grows."""
+    def capture(self, sizes: Sequence[int]) -> int:
+        """Warms growths of these many trees up and, on CUDA, captures them. Only padding grows.
+
+        Returns:
+            Bytes of device memory that the graphs took.
+        """
         for trees in sorted(sizes):
             outputs = torch.zeros(trees, self._hidden_size, dtype=self._dtype, device=self._device)
             roots = torch.zeros(trees, 2 + self._max_pages, dtype=torch.int64, device=self._device)
             graph = self._graph_pool.capture(partial(self._run, outputs, roots))
             self._sizes.append(_Size(trees, outputs, roots, graph))
+        return sum(size.graph.num_bytes for size in self._sizes if size.graph is not None)
 
     def grow(
         self, outputs: Tensor, bonus_tokens: Tensor, starts: Sequence[int], tables: Sequence[Sequence[int]]

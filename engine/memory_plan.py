@@ -5,7 +5,7 @@ allocated is what was planned, and `graftline plan` prints them. docs/memory.md 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,7 @@ class StagePlan:
             counted).
         state_bytes: recurrent state of every request slot and the padding slot.
         verify_state_bytes: what a verify keeps of draft nodes, for the same slots; 0 for a prefill.
+        graph_bytes: GPU memory that captured graphs took, known once the stage has started; 0 before.
     """
 
     stage: int
@@ -51,10 +52,11 @@ class StagePlan:
     draft_weight_bytes: int = 0
     state_bytes: int = 0
     verify_state_bytes: int = 0
+    graph_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
-        """Everything but weights."""
+        """Everything but weights and graphs."""
         pages = self.target_kv_bytes + self.draft_kv_bytes + self.draft_scratch_bytes
         return pages + self.state_bytes + self.verify_state_bytes
 
@@ -74,6 +76,11 @@ class MemoryPlan:
     stages: tuple[StagePlan, ...]
     skips_verify: bool
     skipped_stage_bytes: tuple[int, ...] = ()
+
+    def started(self, graph_bytes: Sequence[int]) -> "MemoryPlan":
+        """The plan of a running worker, whose stages' graphs took this much."""
+        stages = zip(self.stages, graph_bytes, strict=True)
+        return replace(self, stages=tuple(replace(stage, graph_bytes=taken) for stage, taken in stages))
 
     @property
     def num_tokens(self) -> int:

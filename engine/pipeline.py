@@ -116,6 +116,7 @@ class Pipeline:
         self._command = command
         self._inbox = inbox
         self._layouts: dict[int, bytes] = {}
+        self._graph_bytes: dict[int, int] = {}
         self._all_ready = threading.Event()
         self._start_failure: str | None = None
         self._alive: dict[int, StageAlive] = {}
@@ -160,6 +161,11 @@ class Pipeline:
     def layouts(self) -> Sequence[bytes]:
         """What every stage's transfer port said of its pools, stage by stage."""
         return [self._layouts[stage] for stage in range(self._config.num_stages)]
+
+    @property
+    def graph_bytes(self) -> Sequence[int]:
+        """What the captured graphs of every stage took of its GPU, stage by stage."""
+        return [self._graph_bytes[stage] for stage in range(self._config.num_stages)]
 
     def submit(self, plan: StepPlan) -> None:
         """Starts a step; its result arrives in the inbox."""
@@ -239,7 +245,8 @@ class Pipeline:
     def put(self, report: Report) -> None:
         """Takes a report from any stage: keeps the signs of life, passes the rest on."""
         match report:
-            case StageReady(stage=stage, layout=layout):
+            case StageReady(stage=stage, layout=layout, graph_bytes=graph_bytes):
+                self._graph_bytes[stage] = graph_bytes
                 self._layouts[stage] = layout
                 self._answered[stage] = self._sequence
                 if len(self._layouts) == self._config.num_stages:
@@ -308,7 +315,7 @@ class Pipeline:
         )
         self._workers.append(worker)
         worker.start()
-        self.put(StageReady(stage, layout))
+        self.put(StageReady(stage, layout, built.graph_bytes))
 
     def _start_processes(self, deadline: float) -> None:
         count = self._config.num_stages

@@ -181,11 +181,12 @@ class Stop(_Message, frozen=True):
 
 class StageReady(_Message, frozen=True):
     """A stage has built its pools. `layout` is opaque to the engine: the service's own encoding of where its
-    pools lie.
+    pools lie. `graph_bytes` is what its captured graphs took of its GPU.
     """
 
     stage: int
     layout: bytes
+    graph_bytes: int = 0
 
 
 class StageAlive(_Message, frozen=True):

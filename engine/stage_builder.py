@@ -54,6 +54,7 @@ class BuiltStage:
     stage: Stage
     pools: StagePools
     gate: StepGate
+    graph_bytes: int
 
 
 def shared_round_state(config: EngineConfig) -> RoundState | None:
@@ -106,6 +107,7 @@ def build_stage(
     if is_last and drafts:
         drafter, draft_pool = _build_drafter(config, checkpoint, model, attention)
     rounds = None
+    graph_bytes = 0
     if config.device_rounds:
         rounds = DeviceRounds(
             model,
@@ -123,9 +125,10 @@ def build_stage(
         )
         if device.type == "cuda":
             graph_bytes = rounds.capture(round_sizes(config.max_running))
-            logger.info("stage %d: graphs of its rounds take %.0f MiB", index, graph_bytes / (1 << 20))
     if drafter is not None and config.role is Role.PREFILL and config.cuda_graphs and device.type == "cuda":
-        drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
+        graph_bytes = drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
+    if graph_bytes:
+        logger.info("stage %d: captured graphs take %.0f MiB", index, graph_bytes / (1 << 20))
     stage = Stage(
         model,
         pool,
@@ -141,7 +144,7 @@ def build_stage(
     _check_planned(config, target, pools, states)
     if device.type == "cuda":
         warm_up(stage, pools, config, target.context_length, payload_columns(config, target, index))
-    return BuiltStage(stage, pools, gate)
+    return BuiltStage(stage, pools, gate, graph_bytes)
 
 
 def payload_columns(config: EngineConfig, target: ModelConfig, stage: int) -> int | None:

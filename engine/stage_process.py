@@ -79,7 +79,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
         downstream = QueuedSender(ends.downstream, "plan-sender", end.tell)
     links = StageLinks(ends.upstream, downstream, star.control, star.results, star.reports)
     worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, device, end.tell)
-    star.reports.send(StageReady(stage, layout))
+    star.reports.send(StageReady(stage, layout, built.graph_bytes))
     worker.start()
     reason = end.wait_for(worker)
     if reason is not None:

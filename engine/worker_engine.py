@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -95,7 +95,8 @@ class WorkerEngine(Generic[Scheduler]):
     """
 
     def __init__(self, facts: WorkerFacts, scheduler: Scheduler, pipeline: Pipeline) -> None:
-        self.facts = facts
+        memory = None if facts.memory is None else facts.memory.started(pipeline.graph_bytes)
+        self.facts = replace(facts, memory=memory)
         self.scheduler: Scheduler = scheduler
         self._pipeline = pipeline
 

@@ -15,7 +15,7 @@ from graftline.engine.memory_plan import MemoryPlan, pages_within, plan_memory
 from graftline.engine.models.config import ModelConfig, config_from_dict, read_config
 from graftline.engine.models.hybrid_figures import active_layer_weights, hybrid_layer_bytes, mtp_bytes
 from graftline.engine.models.qwen3_next_random import write_tiny_qwen3_next
-from graftline.engine.tree_shape import TreeShape
+from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError, OutOfCapacityError
 
@@ -37,6 +37,16 @@ PUBLISHED = {
 @pytest.fixture(scope="module")
 def published() -> ModelConfig:
     return config_from_dict(PUBLISHED, {})
+
+
+def test_graphs_are_told_once_they_are_there(published: ModelConfig) -> None:
+    """No plan knows what capturing takes, so it is added when the stages have started."""
+    config = EngineConfig(model="none", role=Role.DECODE, layer_split=(24, 24), tree=NO_SPECULATION)
+    planned = plan_memory(config, published, None)
+    assert [stage.graph_bytes for stage in planned.stages] == [0, 0]
+    started = planned.started([5 * MIB, 7 * MIB])
+    assert [stage.graph_bytes for stage in started.stages] == [5 * MIB, 7 * MIB]
+    assert started.pool_bytes == planned.pool_bytes, "graphs are no pool"
 
 
 def config(role: Role, split: tuple[int, ...] = (48,), **others: Any) -> EngineConfig:
