@@ -1,19 +1,17 @@
 """What SGLang's public gateways add to a request, beside what our router adds, in one run.
 
-The worker answers at once, so that differences are the gateways' alone; its ways in are asked in turn, each by the same
-callers with the same prompt:
+The worker computes nothing, so that differences are the gateways' alone: one token at once, then rounds of three
+`--round-ms` apart. Its ways in take turns of a few calls, each from the same callers with the same prompt:
 
     direct             the decode itself, token ids over gRPC
     router-grpc        our router over gRPC
     router-http        our router's OpenAI HTTP
     NAME               a gateway's OpenAI HTTP, our router's SGLang service behind it
-    NAME-alone         a gateway's OpenAI HTTP, behind it a stand-in for an SGLang worker
-    direct-sglang      that stand-in itself, what NAME-alone is compared with
 
-`cpu_us` is the processor time a request takes in the process that is measured. Every process is on loopback. Run:
+`cpu_us` is the processor time a request takes in the process that is called. Every process is on loopback. Run:
 
     python -m venv gateways && gateways/bin/pip install smg sglang-router
-    python tests/router/measure_gateways.py --gateways gateways/bin/python [--requests 1000] [--callers 1]
+    python tests/router/measure_gateways.py --gateways gateways/bin/python [--requests 1000] [--callers 1 8]
 
 Without internet `TIKTOKEN_ENCODINGS_BASE` must name a directory with `o200k_base.tiktoken` (docs/clients.md).
 """
@@ -22,18 +20,17 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,13 +38,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
 import uvloop
-from grpc import aio
-from router_fakes import CONTEXT_LENGTH, EOS, VOCAB_SIZE, decode, model_card, next_token, prefill, started
-from smg_grpc_proto import sglang_scheduler_pb2 as pb2
-from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb2_grpc
+from measure_overhead import SPAWN, TURN, WARM_UP_TURNS, Sample, percentile, run_like_the_command, used_cpu_s
+from router_fakes import decode, model_card, prefill, started
 from tokenizers import Tokenizer
 
-from graftline.bench.processes import cpu_times_s
 from graftline.proto.channel import open_channel
 from graftline.proto.v1.common_pb2 import SamplingParams, StoppingParams
 from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest
@@ -59,68 +53,18 @@ from graftline.router.server import running_router
 from graftline.router.sglang.tokenizer_files import tokenizer_files, write_missing
 
 MODULES = {"smg": "smg.launch_router", "sglang-router": "sglang_router.launch_router"}
-START_S = 60.0
-Sample = tuple[float, float]
+START_S, CALL_S = 60.0, 30.0
 Call = Callable[[], Awaitable[Sample]]
 
 
-class StandInService(pb2_grpc.SglangSchedulerServicer):  # type: ignore[misc]
-    """An SGLang worker that answers at once: first one token, then up to three at a time, as the stand-in decode."""
-
-    def __init__(self, tokenizer: str) -> None:
-        self._tokenizer = tokenizer
-
-    async def HealthCheck(self, request: Any, context: Any) -> Any:
-        return pb2.HealthCheckResponse(healthy=True)
-
-    async def GetModelInfo(self, request: Any, context: Any) -> Any:
-        return pb2.GetModelInfoResponse(
-            model_path="tiny",
-            tokenizer_path=self._tokenizer,
-            served_model_name="tiny",
-            is_generation=True,
-            max_context_length=CONTEXT_LENGTH,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=[EOS],
-        )
-
-    async def GetServerInfo(self, request: Any, context: Any) -> Any:
-        return pb2.GetServerInfoResponse(server_type="grpc")
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        ids = list(request.tokenized.input_ids)
-        num_prompt, num_tokens = len(ids), request.sampling_params.max_new_tokens
-        while (count := len(ids) - num_prompt) < num_tokens:
-            step: list[int] = []
-            for _ in range(min(3 if count else 1, num_tokens - count)):
-                ids.append(next_token(ids, 0))
-                step.append(ids[-1])
-            chunk = pb2.GenerateStreamChunk(
-                token_ids=step, prompt_tokens=num_prompt, completion_tokens=len(ids) - num_prompt
-            )
-            yield pb2.GenerateResponse(request_id=request.request_id, chunk=chunk)
-        complete = pb2.GenerateComplete(
-            output_ids=ids[num_prompt:],
-            finish_reason="length",
-            prompt_tokens=num_prompt,
-            completion_tokens=num_tokens,
-        )
-        yield pb2.GenerateResponse(request_id=request.request_id, complete=complete)
-
-
-def run_workers(pipe: Connection, tokenizer: str) -> None:
+def run_workers(pipe: Connection, round_s: float) -> None:
     async def main() -> None:
-        workers = prefill(), decode()
-        stand_in = aio.server()
-        pb2_grpc.add_SglangSchedulerServicer_to_server(StandInService(tokenizer), stand_in)
-        port = stand_in.add_insecure_port("127.0.0.1:0")
-        await stand_in.start()
+        workers = prefill(), decode(token_delay_s=round_s)
         async with started(*workers):
-            pipe.send([*(worker.address for worker in workers), f"127.0.0.1:{port}"])
+            pipe.send([worker.address for worker in workers])
             await asyncio.to_thread(pipe.recv)
-        await stand_in.stop(0)
 
-    asyncio.run(main())
+    run_like_the_command(main())
 
 
 def run_router(pipe: Connection, addresses: list[str], tokenizer: str) -> None:
@@ -137,8 +81,7 @@ def run_router(pipe: Connection, addresses: list[str], tokenizer: str) -> None:
             pipe.send((router.address, router.http_address))
             await asyncio.to_thread(pipe.recv)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `graftline router`
-        runner.run(main())
+    run_like_the_command(main())
 
 
 def free_port() -> int:
@@ -147,8 +90,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def gateway(name: str, arguments: argparse.Namespace, worker: str, folder: Path) -> Iterator[tuple[str, int]]:
-    """A gateway over one worker, once it has answered a completion: its address and process id."""
+def gateway(name: str, arguments: argparse.Namespace, worker: str, folder: Path) -> Iterator["Gateway"]:
+    """Runs a gateway over one worker."""
     port = free_port()
     command = [arguments.gateways, "-m", MODULES[name], "--host", "127.0.0.1", "--port", str(port)]
     command += ["--worker-urls", f"grpc://{worker}", "--model-path", str(folder), "--log-level", "warn"]
@@ -157,8 +100,7 @@ def gateway(name: str, arguments: argparse.Namespace, worker: str, folder: Path)
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_until_it_answers(port, process, log_path)
-        yield f"127.0.0.1:{port}", process.pid
+        yield Gateway(port, process, log_path)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -168,17 +110,24 @@ def gateway(name: str, arguments: argparse.Namespace, worker: str, folder: Path)
             process.wait()
 
 
-def wait_until_it_answers(port: int, process: subprocess.Popen[bytes], log_path: Path) -> None:
+@dataclass(frozen=True)
+class Gateway:
+    port: int
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+
+def wait_until_it_answers(one: Gateway) -> None:
     body = json.dumps({**http_body("hello", 2), "stream": False}).encode()
     headers = {"content-type": "application/json"}
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", body, headers)
+    while time.monotonic() < deadline and one.process.poll() is None:
+        request = urllib.request.Request(f"http://127.0.0.1:{one.port}/v1/chat/completions", body, headers)
         with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
             if json.load(answer)["choices"][0]["message"]["content"]:
                 return
         time.sleep(0.2)
-    raise RuntimeError(f"no answer from the gateway:\n{log_path.read_text(errors='replace')[-3000:]}")
+    raise RuntimeError(f"no answer from the gateway:\n{one.log_path.read_text(errors='replace')[-3000:]}")
 
 
 def http_body(prompt: str, num_tokens: int) -> dict[str, Any]:
@@ -206,7 +155,8 @@ class HttpCaller:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def call(self) -> Sample:
-        if self._streams is None:
+        # A server may have closed what was idle.
+        if self._streams is None or self._streams[0].at_eof():
             self._streams = await asyncio.open_connection(self._host, int(self._port))
         reader, writer = self._streams
         began = time.perf_counter()
@@ -251,8 +201,8 @@ async def timed(stream: Any, has_token: Callable[[Any], bool]) -> Sample:
 
 def grpc_calls(
     arguments: argparse.Namespace, stack: contextlib.AsyncExitStack, ids: list[int], prompt: str
-) -> Callable[[str, str, str], Any]:
-    """Opens the three gRPC ways in."""
+) -> Callable[[str, str], Any]:
+    """Opens the gRPC ways in."""
     direct_request = DecodeServiceGenerateRequest(
         request_id="direct",
         attempt=1,
@@ -264,24 +214,15 @@ def grpc_calls(
     )
     chat = ChatPrompt(messages=[ChatMessage(role="user", content=prompt)])
     routed_request = GenerateRequest(chat=chat, seed=1, max_tokens=arguments.tokens, ignore_eos=True)
-    sglang_request = pb2.GenerateRequest(
-        request_id="direct",
-        tokenized=pb2.TokenizedInput(input_ids=ids),
-        sampling_params=pb2.SamplingParams(max_new_tokens=arguments.tokens, ignore_eos=True),
-        stream=True,
-    )
 
-    async def opened(decode_address: str, router_address: str, stand_in_address: str) -> dict[str, Call]:
+    async def opened(decode_address: str, router_address: str) -> dict[str, Call]:
         channels = [
-            await stack.enter_async_context(open_channel(address))
-            for address in (decode_address, router_address, stand_in_address)
+            await stack.enter_async_context(open_channel(address)) for address in (decode_address, router_address)
         ]
         direct = DecodeServiceStub(channels[0])
         routed = RouterServiceStub(channels[1])
-        stand_in = pb2_grpc.SglangSchedulerStub(channels[2])
         return {
             "direct": lambda: timed(direct.Generate(direct_request), lambda message: message.HasField("tokens")),
-            "direct-sglang": lambda: timed(stand_in.Generate(sglang_request), lambda answer: answer.HasField("chunk")),
             "router-grpc": lambda: timed(routed.Generate(routed_request), lambda message: bool(message.token_ids)),
         }
 
@@ -290,6 +231,7 @@ def grpc_calls(
 
 async def measure(
     arguments: argparse.Namespace,
+    num_callers: int,
     addresses: list[str],
     router: tuple[str, str],
     https: dict[str, str],
@@ -301,85 +243,88 @@ async def measure(
     tokenizer = Tokenizer.from_str(model_card().tokenizer_json.decode())
     ids = tokenizer.encode(card_text, add_special_tokens=False).ids
     async with contextlib.AsyncExitStack() as stack:
-        ways = await grpc_calls(arguments, stack, ids, prompt)(addresses[1], router[0], addresses[2])
-        callers: dict[str, list[Call]] = {name: [call] * arguments.callers for name, call in ways.items()}
+        ways = await grpc_calls(arguments, stack, ids, prompt)(addresses[1], router[0])
+        callers: dict[str, list[Call]] = {name: [call] * num_callers for name, call in ways.items()}
         for name, address in {"router-http": router[1], **https}.items():
             body = http_body(prompt, arguments.tokens)
-            connections = [HttpCaller(address, body, arguments.tokens) for _ in range(arguments.callers)]
+            connections = [HttpCaller(address, body, arguments.tokens) for _ in range(num_callers)]
             for connection in connections:
                 stack.callback(connection.close)
             callers[name] = [connection.call for connection in connections]
-        await rounds(callers, max(5, 50 // arguments.callers), pids)
-        samples, cpu_s = await rounds(callers, max(1, arguments.requests // arguments.callers), pids)
+        return await taken_in_turns(callers, arguments.requests, pids)
+
+
+async def taken_in_turns(callers: dict[str, list[Call]], num_requests: int, pids: dict[str, int]) -> dict[str, Any]:
+    num_callers = len(callers["direct"])
+    rounds_a_turn = max(1, TURN // num_callers)
+    num_turns = max(1, num_requests // (rounds_a_turn * num_callers))
+    samples: dict[str, list[Sample]] = {name: [] for name in callers}
+    cpu_s = dict.fromkeys(callers, 0.0)
+    for number in range(-WARM_UP_TURNS, num_turns):
+        for name, calls in callers.items():
+            before_s = used_cpu_s(pids[name])
+            taken: list[Sample] = []
+            for _ in range(rounds_a_turn):
+                async with asyncio.timeout(CALL_S):
+                    taken += await asyncio.gather(*(call() for call in calls))
+            if number >= 0:
+                samples[name] += taken
+                cpu_s[name] += used_cpu_s(pids[name]) - before_s
     return summary(samples, cpu_s)
 
 
-async def rounds(
-    callers: dict[str, list[Call]], num_rounds: int, pids: dict[str, int]
-) -> tuple[dict[str, list[Sample]], dict[str, float]]:
-    """All ways in turn, every caller once a round."""
-    samples: dict[str, list[Sample]] = {name: [] for name in callers}
-    cpu_s = dict.fromkeys(pids, 0.0)
-    for _ in range(num_rounds):
-        for name, calls in callers.items():
-            before = cpu_times_s([pids[name]]) if name in pids else {}
-            samples[name] += await asyncio.gather(*(call() for call in calls))
-            for pid, used_s in before.items():
-                cpu_s[name] += cpu_times_s([pid])[pid] - used_s
-    return samples, cpu_s
-
-
 def summary(samples: dict[str, list[Sample]], cpu_s: dict[str, float]) -> dict[str, Any]:
+    """By way, in microseconds; `added` is over the direct call."""
     figures: dict[str, Any] = {}
     for name, taken in samples.items():
-        base = samples["direct-sglang" if name.endswith(("-alone", "-sglang")) else "direct"]
-        figures[name] = {"requests": len(taken)}
+        figures[name] = {"requests": len(taken), "cpu_us": round(cpu_s[name] * 1e6 / len(taken))}
         for index, what in enumerate(("first_token", "whole_call")):
             for percent in (50, 99):
-                own_us, base_us = (quantile_us(of, index, percent) for of in (taken, base))
+                own_us, base_us = (
+                    percentile([sample[index] for sample in of], percent) for of in (taken, samples["direct"])
+                )
                 figures[name][f"{what}_p{percent}_us"] = round(own_us)
                 figures[name][f"{what}_added_p{percent}_us"] = round(own_us - base_us)
-        if name in cpu_s:
-            figures[name]["cpu_us"] = round(cpu_s[name] * 1e6 / len(taken))
     return figures
-
-
-def quantile_us(samples: list[Sample], index: int, percent: int) -> float:
-    values = [sample[index] * 1e6 for sample in samples]
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gateways", help="a Python that has smg and sglang-router; none: only our own ways in")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--callers", type=int, default=1)
+    parser.add_argument("--callers", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-chars", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--round-ms", type=float, default=2.0)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="graftline-gateways-"))
-    spawn = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         write_missing(folder, tokenizer_files(model_card()))
-        worker_pipe, worker_end = spawn.Pipe()
-        spawn.Process(target=run_workers, args=(worker_end, str(folder)), daemon=True).start()
+        worker_pipe, worker_end = SPAWN.Pipe()
+        workers_process = SPAWN.Process(target=run_workers, args=(worker_end, arguments.round_ms / 1000), daemon=True)
+        workers_process.start()
         stack.callback(worker_pipe.send, "stop")
         addresses = worker_pipe.recv()
-        router_pipe, router_end = spawn.Pipe()
-        router_process = spawn.Process(target=run_router, args=(router_end, addresses, str(folder)), daemon=True)
+        router_pipe, router_end = SPAWN.Pipe()
+        router_process = SPAWN.Process(target=run_router, args=(router_end, addresses, str(folder)), daemon=True)
         router_process.start()
         stack.callback(router_pipe.send, "stop")
         router = router_pipe.recv()
+        assert workers_process.pid is not None
         assert router_process.pid is not None
-        https: dict[str, str] = {}
-        pids = {"router-grpc": router_process.pid, "router-http": router_process.pid}
+        gateways: dict[str, Gateway] = {}
+        pids = {"direct": workers_process.pid, **dict.fromkeys(("router-grpc", "router-http"), router_process.pid)}
         for name in MODULES if arguments.gateways else ():
-            for way, worker in ((name, router[0]), (f"{name}-alone", addresses[2])):
-                https[way], pids[way] = stack.enter_context(gateway(name, arguments, worker, folder))
+            gateways[name] = stack.enter_context(gateway(name, arguments, router[0], folder))
+        for way, one in gateways.items():
+            wait_until_it_answers(one)
+            pids[way] = one.process.pid
+        https = {way: f"127.0.0.1:{one.port}" for way, one in gateways.items()}
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            figures = runner.run(measure(arguments, addresses, router, https, pids))
-    print(json.dumps({"callers": arguments.callers, "load_average": os.getloadavg()[0], **figures}, indent=2))
+            for callers in arguments.callers:
+                figures = runner.run(measure(arguments, callers, addresses, router, https, pids))
+                print(json.dumps({"callers": callers, "load_average": os.getloadavg()[0], **figures}, indent=2))
 
 
 if __name__ == "__main__":
