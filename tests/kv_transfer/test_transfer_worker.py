@@ -235,6 +235,7 @@ def test_a_plan_that_cannot_be_built_writes_nothing(
 
 def test_a_broken_done_callback_stops_nobody(worker: TransferWorker, waiter: Waiter) -> None:
     """CASES X08: what fails while a transfer is accounted for ends neither its thread nor the transfers behind it."""
+
     def broken(outcome: TransferOutcome) -> None:
         raise RuntimeError("callback")
 
