@@ -213,9 +213,11 @@ class Attempt:
         if len(self._posted) > 1:
             return
         while self._posted:
-            if not self._state.ended:
-                self._step(self._posted[0])
-            self._posted.popleft()
+            try:
+                if not self._state.ended:
+                    self._step(self._posted[0])
+            finally:  # a step that raises must not keep the ones behind it
+                self._posted.popleft()
 
     def _step(self, message: handoff.Message) -> None:
         self._trace.saw(message)

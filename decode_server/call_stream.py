@@ -48,6 +48,7 @@ class CallContext:
         self._metadata: Metadata = tuple(call.metadata.items())
         self._status: bytes | None = None
         self._has_finished = False
+        self.has_ended = False
         self.num_unsent = 0
 
     def invocation_metadata(self) -> Metadata:
@@ -69,6 +70,7 @@ class CallContext:
 
     def end(self) -> None:
         """The handler is done: says how the call ended, unless `finished` did."""
+        self.has_ended = True
         if self._status is None and self._has_finished:
             return
         status = _status(grpc.StatusCode.OK, "") if self._status is None else self._status
@@ -76,6 +78,7 @@ class CallContext:
 
     def fail(self, code: grpc.StatusCode, details: str) -> None:
         """The handler never got to say how the call ended."""
+        self.has_ended = True
         self._say(CarriedEvent(call_id=self._call_id, status=_status(code, details)))
 
     def _say(self, event: CarriedEvent) -> None:
@@ -96,6 +99,7 @@ class CallStream:
         self._handler = handler
         self._send_timeout_s = send_timeout_s
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._unwanted: set[int] = set()  # running calls that the other end has cancelled
         self._unsent: deque[tuple[CallContext, CarriedEvent]] = deque()
         self._something = asyncio.Event()
         # Made by the first that waits for it.
@@ -152,6 +156,7 @@ class CallStream:
                     self._begin(call, tasks)
                 for call_id in message.cancelled_call_ids:
                     if call_id in self._running:
+                        self._unwanted.add(call_id)
                         self._running[call_id].cancel()
                 # What was asked goes on its way before the next read is asked for, which takes as long as a write.
                 for _ in range(TURNS_BEFORE_READ):
@@ -165,16 +170,20 @@ class CallStream:
     def _begin(self, call: CarriedCall, tasks: Tasks) -> None:
         if call.call_id in self._running:
             raise InvalidRequestError("call_id", f"{call.call_id} is in use on this stream")
-        task = self._running[call.call_id] = tasks.start(self._run(call), name=f"call {call.call_id}")
+        context = CallContext(self, call)
+        task = self._running[call.call_id] = tasks.start(self._run(call, context), name=f"call {call.call_id}")
         # A task that is cancelled before its first step runs no `finally`.
-        task.add_done_callback(lambda _: self._forget(call.call_id))
+        task.add_done_callback(lambda _: self._forget(call.call_id, context))
 
-    def _forget(self, call_id: int) -> None:
+    def _forget(self, call_id: int, context: CallContext) -> None:
+        """The last word of every call that somebody still waits for: HTTP/2 would have said it."""
         del self._running[call_id]
+        if not context.has_ended and call_id not in self._unwanted:
+            context.fail(grpc.StatusCode.UNAVAILABLE, "the call ended without a word")
+        self._unwanted.discard(call_id)
         self._something.set()
 
-    async def _run(self, call: CarriedCall) -> None:
-        context = CallContext(self, call)
+    async def _run(self, call: CarriedCall, context: CallContext) -> None:
         limit = asyncio.timeout(call.timeout_s) if call.HasField("timeout_s") else nullcontext()
         try:
             async with limit:

@@ -409,8 +409,10 @@ class DecodeScheduler:
 
     def _can_run_ahead(self, batch: Microbatch) -> bool:
         """Whether a round may start before the one under way was read: without taking anything from anybody, with
-        room for the worst case of both, and when no one waits for the microbatch to land.
+        room for the worst case of both, and when no one waits for the microbatch to land: to be preempted, or moved.
         """
+        if self._batches.is_overfull(batch):
+            return False
         if not batch.carries or not any(request.in_flight and request.wants_rounds for request in batch.members):
             return False
         missing = 0

@@ -3,13 +3,14 @@
 import torch
 
 
-def mark_stream(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
+def mark_stream(device: torch.device, *, timed: bool = False, sleeps: bool = False) -> torch.cuda.Event:
     """An event behind everything that the calling thread has put on its current stream of a GPU.
 
     Args:
         timed: the time between two such events can be asked for.
+        sleeps: who synchronizes with it uses no processor meanwhile, so that a hung GPU does not look like work.
     """
-    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=timed, blocking=sleeps)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 

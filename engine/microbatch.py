@@ -70,6 +70,10 @@ class MicrobatchSet:
                 batch.members.remove(request)
                 return
 
+    def is_overfull(self, batch: Microbatch) -> bool:
+        """Whether `level` would move somebody, once the microbatch has landed with nothing under way."""
+        return len(batch.members) - min(len(other.members) for other in self._batches) >= 2
+
     def level(self, batch: Microbatch) -> None:
         """Moves the latest come of a microbatch that has just landed to the smallest one, until they differ by one at
         most. Only who has no round under way can move.

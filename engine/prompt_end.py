@@ -172,7 +172,7 @@ class _Landing:
             return cls(values, None)
         on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         on_host.copy_(values, non_blocking=True)
-        return cls(on_host, mark_stream(values.device))
+        return cls(on_host, mark_stream(values.device, sleeps=True))
 
     def rows(self) -> list[list[int]]:
         """The values, once they have arrived."""

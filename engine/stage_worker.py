@@ -105,6 +105,8 @@ class StageWorker:
         self._stage = stage
         self._links = links
         self._reports = SharedSender(links.reports)
+        # Rounds of fixed shape are told by the thread that reads them, planned steps by the one that computes.
+        self._results = SharedSender(links.results)
         self._port = port
         self._gate = gate
         self._num_threads = num_threads
@@ -185,7 +187,7 @@ class StageWorker:
                 self._in_step = True
                 self._stage.await_returns(message)
                 with self._busy.step():
-                    output = self._stage.execute(message, payload, self._links.results.send)
+                    output = self._stage.execute(message, payload, self._results.send)
                 self._steps += 1
                 if downstream is not None:
                     downstream.send(message, output)

@@ -165,6 +165,7 @@ class ChoiceRun:
             claim.prompt_computed()
         elif attempt.num_messages == 2:
             claim.handed_over()
+            claim.pair.decode.breaker.succeeded()  # its own tokens: who is on probation need not finish first
         self._take(message.tokens)
         ending = self._transcript.ending
         if ending is None:

@@ -148,7 +148,7 @@ class DecodeStream:
             try:
                 return await self._read(stream)
             except aio.AioRpcError as error:
-                return failure_from_rpc(error)
+                return _failure_of_stream(error)
             except asyncio.CancelledError:
                 if not _is_being_cancelled():
                     return _unavailable("calls could not be written to the decode")
@@ -221,6 +221,16 @@ def _is_being_cancelled() -> bool:
     """Whether the task is, rather than the stream it waits for."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+def _failure_of_stream(error: aio.AioRpcError) -> Failure:
+    """What the end of the stream means for the calls on it: none of them has done anything wrong."""
+    failure = failure_from_rpc(error)
+    if failure.code is grpc.StatusCode.UNAUTHENTICATED:
+        return failure
+    if failure.code is grpc.StatusCode.UNIMPLEMENTED:
+        return _unavailable("the decode is of an older version, without streams of calls: upgrade it first")
+    return _unavailable(f"the stream of calls ended: {failure.error}")
 
 
 def _unavailable(reason: str) -> Failure:

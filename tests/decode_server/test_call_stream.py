@@ -211,6 +211,20 @@ async def test_every_call_ends_with_a_word(fault: Exception | None, code: grpc.S
         assert (grpc.StatusCode.OK if failure is None else failure.code) is code
 
 
+async def test_a_call_that_is_cancelled_from_within_ends_with_a_word_too() -> None:
+    """Such as by the end of a channel that its handler uses: the router, who did not ask for it, must hear of it."""
+
+    async def vanish(request: DecodeServiceGenerateRequest, call: CallContext) -> None:
+        raise asyncio.CancelledError
+
+    async with served(vanish) as (wire, _, _):
+        wire.ask(1)
+        (event,) = await wire.until_events(1)
+        failure = failure_from_status(event.status)
+        assert failure is not None
+        assert failure.code is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_its_metadata_is_the_calls_own() -> None:
     seen: list[object] = []
 

@@ -67,6 +67,26 @@ def test_a_round_is_launched_before_the_one_before_is_read(world: TinyWorld, mon
     assert sum(carried) > len(carried) * 0.7
 
 
+def test_microbatches_are_evened_out_although_rounds_run_ahead(
+    world: TinyWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASES P21: whoever always has a round under way could never move, and a stage would idle until the end."""
+    sizes: list[list[int]] = []
+    apply = DecodeScheduler._apply
+
+    def spy(self: DecodeScheduler, result: object) -> None:
+        apply(self, result)  # type: ignore[arg-type]
+        sizes.append(sorted(len(batch.members) for batch in self._batches._batches))
+
+    monkeypatch.setattr(DecodeScheduler, "_apply", spy)
+    asks = [Ask(token_ids=prompt(5 + index, index), max_tokens=4 if index % 2 else 70) for index in range(4)]
+    with local_pair(world.plain.path, world.eagle, num_pages=160, decode_split=(2, 2), decode=rounds()) as pair:
+        answers = pair.run(asks)
+    for ask, answer in zip(asks, answers, strict=True):
+        assert answer.ids == world.plain.answer(ask.token_ids, ask.max_tokens)
+    assert sizes.count([1, 1]) > sizes.count([0, 2])
+
+
 @pytest.mark.parametrize(("head", "accepted"), [("agrees", 3), ("disagrees", 0)])
 def test_accept_lengths(world: TinyWorld, head: str, accepted: int) -> None:
     """S + 1 tokens a round from a drafter that always agrees, one from one that never does; CASES S38."""

@@ -74,6 +74,17 @@ def test_microbatches_take_turns_with_rounds_ahead() -> None:
     assert list(batches.ready()) == [second], "who has nothing under way may always start"
 
 
+def test_who_would_be_levelled_is_overfull() -> None:
+    batches = MicrobatchSet(2, rounds_ahead=2)
+    for order in range(3):
+        batches.add(member(order))
+    first, second = batches._batches
+    assert not batches.is_overfull(first)
+    batches.remove(second.members[0])
+    assert batches.is_overfull(first)
+    assert not batches.is_overfull(second)
+
+
 def test_microbatches_are_kept_even() -> None:
     """CASES P21: requests that end unevenly leave no stage without work; who has a round under way stays."""
     batches = MicrobatchSet(2)

@@ -11,7 +11,11 @@ from router_harness import harness, until
 from graftline.errors import CancelledRequestError, PeerUnavailableError
 from graftline.proto.channel import Access, open_channel
 from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest, DecodeServiceGenerateResponse
-from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
+from graftline.proto.v1.decode_pb2_grpc import (
+    DecodeServiceServicer,
+    DecodeServiceStub,
+    add_DecodeServiceServicer_to_server,
+)
 from graftline.router.decode_stream import DecodeStream
 
 PROMPT = "once upon a time"
@@ -70,6 +74,41 @@ async def test_a_stream_that_the_decode_ends_is_opened_again() -> None:
         assert answer.token_ids == reference_ids(IDS, 4, 1)
         assert answer.finish is not None
         assert (answer.finish.attempts, worker.num_streams) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAVAILABLE),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE),
+        (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE),
+        (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED),
+    ],
+)
+async def test_what_ends_a_stream_is_no_fault_of_its_calls(code: grpc.StatusCode, expected: grpc.StatusCode) -> None:
+    """They may be tried elsewhere, whatever the stream was refused for."""
+
+    class Refusing(DecodeServiceServicer):
+        async def GenerateMany(self, request_iterator: Any, context: Any) -> None:
+            await context.abort(code, "no")
+
+    server = grpc.aio.server()
+    add_DecodeServiceServicer_to_server(Refusing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = open_channel(f"127.0.0.1:{port}")
+    stream = DecodeStream(DecodeServiceStub(channel), ())
+    running = asyncio.create_task(stream.run())
+    try:
+        call = stream.call(message(), lambda _: None, None, ())
+        failure = await asyncio.wait_for(call.ended, 5)
+        assert failure is not None
+        assert failure.code is expected
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await channel.close()
+        await server.stop(None)
 
 
 async def test_the_stream_carries_the_bearer_token() -> None:
