@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graftline.engine.busy_clock import BusyClock
+from graftline.engine.device_figures import DeviceFigures
 from graftline.engine.links import Sender, StageLinks
 from graftline.engine.plan import (
     CancelSends,
@@ -31,7 +32,7 @@ from graftline.engine.plan import (
     StepPlan,
     Stop,
 )
-from graftline.engine.process_memory import device_bytes, resident_bytes
+from graftline.engine.process_memory import resident_bytes
 from graftline.engine.stage import Stage
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import TransferPort
@@ -113,6 +114,7 @@ class StageWorker:
         self._on_end = on_end
         self._device = device
         self._busy = BusyClock(device)
+        self._figures = DeviceFigures(self._busy, f"stage-{index}-figures")
         self._steps = 0
         self._in_step = False
         self._cpu_clock: int | None = None
@@ -125,6 +127,7 @@ class StageWorker:
 
     def start(self) -> None:
         """Starts the threads."""
+        self._figures.start()
         for thread in self._threads:
             thread.start()
 
@@ -156,6 +159,7 @@ class StageWorker:
         try:
             self._end_with(self._take_controls)
         finally:
+            self._figures.close()
             self._orders.put(Stop())
 
     def _end_with(self, loop: Callable[[], None]) -> None:
@@ -215,14 +219,15 @@ class StageWorker:
     def _sign_of_life(self, sequence: int) -> StageAlive:
         downstream = self._links.downstream
         is_sending = downstream is not None and downstream.is_sending
+        figures = self._figures.take()
         return StageAlive(
             self._index,
             sequence,
-            self._busy.seconds,
+            figures.busy_s,
             self._steps,
             resident_bytes(),
-            device_bytes(),
-            working=self._in_step or is_sending or self._busy.is_pending,
+            figures.device_bytes,
+            working=self._in_step or is_sending or figures.is_pending,
             cpu_s=_cpu_seconds(self._cpu_clock),
             order_beats=self._orders.beat(),
         )

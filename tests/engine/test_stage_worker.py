@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from graftline.engine.device_figures import DeviceFigures, Figures
 from graftline.engine.links import LocalLink, StageLinks
 from graftline.engine.plan import Message, StepPlan, StepResult, Stop
 from graftline.engine.stage_worker import StageWorker
@@ -69,3 +70,34 @@ def test_results_of_two_threads_do_not_mix_on_their_link() -> None:
     assert sorted(results.steps) == [*range(20), *range(100, 120)]
     assert not results.mixed
     assert set(ended) == {None}
+
+
+def test_figures_are_told_although_the_driver_hangs() -> None:
+    """A heartbeat must not wait for whoever holds the driver's lock."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    class Driver:
+        is_pending = True
+
+        @property
+        def seconds(self) -> float:
+            asked.set()
+            may_answer.wait(10)
+            return 2.5
+
+    figures = DeviceFigures(Driver(), "figures")  # type: ignore[arg-type]
+    figures.start()
+    try:
+        assert figures.take() == Figures()
+        assert asked.wait(5)
+        began = time.monotonic()
+        assert figures.take() == Figures()
+        assert time.monotonic() - began < 1
+        may_answer.set()
+        deadline = time.monotonic() + 5
+        while figures.take() != Figures(2.5, True, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        may_answer.set()
+        figures.close()
