@@ -22,6 +22,7 @@ class Breaker:
     def reset(self) -> None:
         """Forgets everything: the worker is a new one."""
         self._num_failures = 0
+        self._last_cause: object = None
         self._open_s = self._first_open_s
         self._open_until: float | None = None
         self._probing = False
@@ -45,8 +46,15 @@ class Breaker:
         """A request did well."""
         self.reset()
 
-    def failed(self) -> None:
-        """A request failed and it was this worker's doing."""
+    def failed(self, cause: object = None) -> None:
+        """A request failed and it was this worker's doing.
+
+        Args:
+            cause: what happened; many requests that fail for the very same one are one failure.
+        """
+        if cause is not None and cause is self._last_cause:
+            return
+        self._last_cause = cause
         self._num_failures += 1
         if self._open_until is not None:
             if not self._probing:

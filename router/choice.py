@@ -165,7 +165,6 @@ class ChoiceRun:
             claim.prompt_computed()
         elif attempt.num_messages == 2:
             claim.handed_over()
-            claim.pair.decode.breaker.succeeded()  # its own tokens: who is on probation need not finish first
         self._take(message.tokens)
         ending = self._transcript.ending
         if ending is None:
@@ -258,7 +257,7 @@ class ChoiceRun:
             self._check_patience(error)
         else:
             if claim.revoked is None:
-                worker.breaker.failed()
+                worker.breaker.failed(error)  # one and the same for all that were on a stream which ended
             self._count_failure(error)
 
     def _count_failure(self, error: GraftlineError) -> None:

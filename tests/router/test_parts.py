@@ -54,6 +54,21 @@ def worker(address: str, role: Role, **load: Any) -> Worker:
 # --- breaker --------------------------------------------------------------------------------------------------
 
 
+def test_one_cause_is_one_failure_however_many_requests_it_ends() -> None:
+    """A stream that ends takes all of its requests with it: no reason to shut a decode out."""
+    breaker = Breaker(3, 1.0, 3.0, Clock())
+    for _ in range(20):
+        for _ in range(2):
+            cause = PeerUnavailableError("the stream of calls ended")
+            for _ in range(5):
+                breaker.failed(cause)
+        assert not breaker.is_open
+        breaker.succeeded()
+    for _ in range(3):
+        breaker.failed(PeerUnavailableError("the stream of calls ended"))
+    assert breaker.is_open
+
+
 def test_a_breaker_opens_after_failures_in_a_row_and_doubles_its_pause() -> None:
     clock = Clock()
     breaker = Breaker(3, 1.0, 3.0, clock)
