@@ -158,6 +158,11 @@ class CallStream:
                     if call_id in self._running:
                         self._unwanted.add(call_id)
                         self._running[call_id].cancel()
+                for call_id in message.asked_call_ids:
+                    if call_id not in self._running:
+                        # Behind all that was said of it, so that one who has just ended is not contradicted.
+                        context = CallContext(self, CarriedCall(call_id=call_id))
+                        context.fail(grpc.StatusCode.UNAVAILABLE, "the decode knows nothing of the call")
                 # What was asked goes on its way before the next read is asked for, which takes as long as a write.
                 for _ in range(TURNS_BEFORE_READ):
                     await asyncio.sleep(0)

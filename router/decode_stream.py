@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # A message is closed once it holds so much.
 MAX_CALLS_PER_MESSAGE = 64
 MAX_MESSAGE_BYTES = 1 << 20
+# A waiting request is quiet for longer without being lost; asking costs a few bytes.
+ASK_AFTER_S = 10.0
 
 ENDED_EARLY = "the decode ended its stream without finishing"
 
@@ -45,6 +47,7 @@ class DecodeCall:
     Attributes:
         ended: how it ended: None when its owner or the decode's `finished` ended it, otherwise what failed. Carries
             the exception if its owner raised one over a response.
+        heard_s: when it was last heard of, or made, on the loop's clock.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class DecodeCall:
         self.call_id = call_id
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Failure | None] = self._loop.create_future()
+        self.heard_s = self._loop.time()
         self._take = take
         self._stop = stop
         self._timers: list[asyncio.TimerHandle] = []
@@ -75,6 +79,7 @@ class DecodeCall:
 
     def came(self, event: CarriedEvent) -> None:
         """Takes the next event at once; a fault in doing so is this call's alone."""
+        self.heard_s = self._loop.time()
         if self.ended.done():
             return
         if event.HasField("status"):
@@ -91,18 +96,22 @@ class DecodeStream:
 
     Args:
         metadata: bearer token.
+        ask_after_s: the decode is asked whether it knows a call that nothing was heard of for so long: one that it lost
+            ends then, as with a call of its own.
 
     Attributes:
         is_open: a stream carries calls, or is being opened.
     """
 
-    def __init__(self, stub: "DecodeServiceAsyncStub", metadata: Metadata) -> None:
+    def __init__(self, stub: "DecodeServiceAsyncStub", metadata: Metadata, ask_after_s: float = ASK_AFTER_S) -> None:
         self._stub = stub
         self._metadata = metadata
+        self._ask_after_s = ask_after_s
         self._ids = itertools.count(1)
         self._calls: dict[int, DecodeCall] = {}
         self._unsent: deque[CarriedCall] = deque()
         self._unsent_cancels: list[int] = []
+        self._unsent_asks: list[int] = []
         self._something = asyncio.Event()
         self._closed: Failure | None = None
         self.is_open = False
@@ -145,6 +154,7 @@ class DecodeStream:
         stream = self._stub.GenerateMany(metadata=self._metadata)
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(self._write(stream), name="calls to a decode")
+            asking = tasks.create_task(self._ask(), name="calls that nothing is heard of")
             try:
                 return await self._read(stream)
             except aio.AioRpcError as error:
@@ -159,6 +169,7 @@ class DecodeStream:
             finally:
                 self.is_open = False
                 writing.cancel()
+                asking.cancel()
                 stream.cancel()
 
     async def _read(self, stream: Stream) -> Failure:
@@ -179,7 +190,7 @@ class DecodeStream:
         try:
             while True:
                 self._something.clear()
-                if self._unsent or self._unsent_cancels:
+                if self._unsent or self._unsent_cancels or self._unsent_asks:
                     await stream.write(self._next_message())
                 else:
                     await self._something.wait()
@@ -188,6 +199,16 @@ class DecodeStream:
         except Exception:
             logger.exception("writing a stream of calls failed")
             stream.cancel()
+
+    async def _ask(self) -> None:
+        while True:
+            await asyncio.sleep(self._ask_after_s)
+            since_s = asyncio.get_running_loop().time() - self._ask_after_s
+            unsent = {call.call_id for call in self._unsent}
+            silent = [id_ for id_, call in self._calls.items() if call.heard_s < since_s and id_ not in unsent]
+            if silent:
+                self._unsent_asks = silent
+                self._something.set()
 
     def _next_message(self) -> GenerateManyRequest:
         message = GenerateManyRequest()
@@ -199,6 +220,8 @@ class DecodeStream:
                 num_bytes += call.ByteSize()
         message.cancelled_call_ids.extend(self._unsent_cancels)
         self._unsent_cancels.clear()
+        message.asked_call_ids.extend(self._unsent_asks)
+        self._unsent_asks.clear()
         return message
 
     def _stop(self, call: DecodeCall) -> None:
@@ -212,6 +235,7 @@ class DecodeStream:
         self._calls.clear()
         self._unsent.clear()
         self._unsent_cancels.clear()
+        self._unsent_asks.clear()
         self._something.clear()
         for call in calls:
             call.end(failure)

@@ -170,21 +170,27 @@ class GenerateManyRequest(_message.Message):
 
     CALLS_FIELD_NUMBER: _builtins.int
     CANCELLED_CALL_IDS_FIELD_NUMBER: _builtins.int
+    ASKED_CALL_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CarriedCall]: ...
     @_builtins.property
     def cancelled_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Calls whose caller wants no more. What may still be on its way about them is to be ignored."""
 
+    @_builtins.property
+    def asked_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Calls that nothing was heard of for long: those that the decode does not know are answered with a status."""
+
     def __init__(
         self,
         *,
         calls: _abc.Iterable[Global___CarriedCall] | None = ...,
         cancelled_call_ids: _abc.Iterable[_builtins.int] | None = ...,
+        asked_call_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled_call_ids", b"cancelled_call_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_call_ids", b"asked_call_ids", "calls", b"calls", "cancelled_call_ids", b"cancelled_call_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

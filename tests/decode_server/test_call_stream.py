@@ -225,6 +225,34 @@ async def test_a_call_that_is_cancelled_from_within_ends_with_a_word_too() -> No
         assert failure.code is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_who_asks_for_a_call_that_is_not_there_is_told() -> None:
+    """And of one that is there nothing is said, nor is one contradicted that has just ended."""
+    may_end = asyncio.Event()
+
+    async def wait(request: DecodeServiceGenerateRequest, call: CallContext) -> None:
+        await may_end.wait()
+        await call.write(FINISHED)
+
+    async with served(wait) as (wire, _, _):
+        wire.ask(1)
+        wire.incoming.put_nowait(GenerateManyRequest(asked_call_ids=[1, 7]))
+        (event,) = await wire.until_events(1)
+        failure = failure_from_status(event.status)
+        assert event.call_id == 7
+        assert failure is not None
+        assert failure.code is grpc.StatusCode.UNAVAILABLE
+        wire.may_write.clear()
+        may_end.set()
+        await asyncio.sleep(0.01)
+        wire.incoming.put_nowait(GenerateManyRequest(asked_call_ids=[1]))
+        await asyncio.sleep(0.01)
+        wire.may_write.set()
+        _, first, second = await wire.until_events(3)
+        assert (first.call_id, second.call_id) == (1, 1)
+        assert first.response.HasField("finished"), "the true end comes first"
+        assert second.HasField("status")
+
+
 async def test_its_metadata_is_the_calls_own() -> None:
     seen: list[object] = []
 

@@ -1,16 +1,23 @@
 """The router's end of a stream of calls: what a request costs in messages, and what happens when the stream ends."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 from router_fakes import decode, prefill, reference_ids
 from router_harness import harness, until
 
 from graftline.errors import CancelledRequestError, PeerUnavailableError
 from graftline.proto.channel import Access, open_channel
-from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest, DecodeServiceGenerateResponse
+from graftline.proto.v1.decode_pb2 import (
+    CarriedEvent,
+    DecodeServiceGenerateRequest,
+    DecodeServiceGenerateResponse,
+    GenerateManyResponse,
+)
 from graftline.proto.v1.decode_pb2_grpc import (
     DecodeServiceServicer,
     DecodeServiceStub,
@@ -109,6 +116,39 @@ async def test_what_ends_a_stream_is_no_fault_of_its_calls(code: grpc.StatusCode
         await asyncio.gather(running, return_exceptions=True)
         await channel.close()
         await server.stop(None)
+
+
+async def test_a_call_that_the_decode_lost_ends() -> None:
+    """It would be waited for as long as the longest queue: ten minutes."""
+    asked: list[int] = []
+
+    class Forgetful(DecodeServiceServicer):
+        async def GenerateMany(self, request_iterator: Any, context: Any) -> AsyncIterator[GenerateManyResponse]:
+            async for request in request_iterator:
+                asked.extend(request.asked_call_ids)
+                status = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0]).SerializeToString()
+                # It knows of the first call, although it is quiet, and of no other.
+                lost = [call_id for call_id in request.asked_call_ids if call_id != 1]
+                yield GenerateManyResponse(events=[CarriedEvent(call_id=call_id, status=status) for call_id in lost])
+
+    server = grpc.aio.server()
+    add_DecodeServiceServicer_to_server(Forgetful(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stream = DecodeStream(DecodeServiceStub(channel), (), ask_after_s=0.05)
+        running = asyncio.create_task(stream.run())
+        try:
+            known, lost = (stream.call(message(), lambda _: None) for _ in range(2))
+            failure = await asyncio.wait_for(lost.ended, 5)
+            assert failure is not None
+            assert failure.code is grpc.StatusCode.UNAVAILABLE
+            await until(lambda: asked.count(1) > 1)
+            assert not known.ended.done()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    await server.stop(None)
 
 
 async def test_the_stream_carries_the_bearer_token() -> None:
