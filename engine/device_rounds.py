@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graftline.engine.device_growth import DeviceGrowth
-from graftline.engine.draft_module import DraftModule
+from graftline.engine.draft_module import DraftModule, feature_columns
 from graftline.engine.graph_capture import CapturedGraph, GraphPool
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.links_payload import Payloads
@@ -239,9 +239,7 @@ class DeviceRounds:
         features: Sequence[Tensor],
     ) -> Tensor:
         """Makes the drafter's rows of the accepted path final: [sequences * (S + 1), hidden] outputs."""
-        wanted = drafter.layer.feature_layers
-        captured = dict(zip(sorted({layer for layer in wanted if layer >= 0}), features, strict=True))
-        columns = [self._model.final_norm(hidden) if layer < 0 else captured[layer] for layer in wanted]
+        columns = feature_columns(drafter.layer.feature_layers, features, lambda: self._model.final_norm(hidden))
         batch = TreeBatch(
             positions=walked.positions,
             row_slots=walked.row_slots,

@@ -1,5 +1,6 @@
 """What every kind of draft head offers the drafter."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -66,3 +67,17 @@ class DraftModule(Protocol):
             feature: [segments * newest, hidden].
             next_tokens: [segments * newest].
         """
+
+
+def feature_columns(
+    feature_layers: Sequence[int], features: Sequence[Tensor], final: Callable[[], Tensor]
+) -> list[Tensor]:
+    """What a head wants of a forward, in its order.
+
+    Args:
+        feature_layers: of the head; below 0 for what the output head reads.
+        features: [rows, hidden] each: the layers among these, ascending, each once.
+        final: what the output head reads.
+    """
+    captured = dict(zip(sorted({layer for layer in feature_layers if layer >= 0}), features, strict=True))
+    return [final() if layer < 0 else captured[layer] for layer in feature_layers]

@@ -42,6 +42,12 @@ class GrowthRoot:
     page_ids: Sequence[int]
 
 
+def tree_of(row: Sequence[int]) -> DraftTree:
+    """A tree from a row of `Drafter.grow_unseen`: nodes, then tokens, then parents."""
+    count, nodes = row[0], (len(row) - 1) // 2
+    return DraftTree(tuple(row[1 : 1 + count]), tuple(row[1 + nodes : 1 + nodes + count]))
+
+
 class Drafter:
     """Grows trees of one shape; lives on the last stage."""
 
@@ -131,9 +137,7 @@ class Drafter:
     def _grow_on_device(self, outputs: Tensor, roots: Sequence[GrowthRoot]) -> list[DraftTree]:
         bonus = upload([root.bonus_token for root in roots], torch.int64, outputs.device)
         found = self.grow_unseen(outputs, bonus, [root.start for root in roots], [root.page_ids for root in roots])
-        nodes = self._shape.nodes
-        rows = found.tolist()  # one wait for all of it
-        return [DraftTree(tuple(row[1 : 1 + row[0]]), tuple(row[1 + nodes : 1 + nodes + row[0]])) for row in rows]
+        return [tree_of(row) for row in found.tolist()]  # one wait for all of it
 
     @property
     def grows_unseen(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftline.engine.draft_module import feature_columns
 from graftline.engine.drafter import Drafter, GrowthRoot
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import (
@@ -22,6 +23,7 @@ from graftline.engine.request import DraftTree
 from graftline.engine.sampler import SampledRow, Sampler
 from graftline.engine.verify import NO_FINITE_LOGIT, accepted_path
 from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
+from graftline.kernels.draft_inputs import gather_columns
 from graftline.kernels.upload import upload
 
 
@@ -157,18 +159,16 @@ class LastStage:
             ),
         )
         trees = self._grow(drafter, good, outputs, pages)
-        return [_with_tree(verdict.outcome, trees.get(verdict.segment.slot)) for verdict in verdicts]
+        return [
+            verdict.outcome.with_tree(trees[verdict.segment.slot]) if verdict.segment.slot in trees else verdict.outcome
+            for verdict in verdicts
+        ]
 
     def _drafter_input(
         self, drafter: Drafter, hidden: Tensor, features: Sequence[Tensor], rows: Sequence[int]
     ) -> Tensor:
-        captured = dict(zip(sorted({layer for layer in drafter.feature_layers if layer >= 0}), features, strict=True))
-        index = upload(rows, torch.int64, self._device)
-        columns = [
-            self._model.final_norm(hidden[index]) if layer < 0 else captured[layer][index]
-            for layer in drafter.feature_layers
-        ]
-        return torch.cat(columns, dim=-1) if len(columns) > 1 else columns[0]
+        columns = feature_columns(drafter.feature_layers, features, lambda: self._model.final_norm(hidden))
+        return gather_columns(columns, upload(rows, torch.int64, self._device))
 
     def _grow(
         self, drafter: Drafter, good: Sequence[_Verdict], outputs: Tensor, pages: Mapping[int, Sequence[int]]
@@ -205,14 +205,6 @@ def _judge_segment(segment: Segment, first_row: int, samples: Sequence[SampledTo
     error = NO_FINITE_LOGIT if any(token.token_id < 0 for token in tokens) else ""
     outcome = SegmentOutcome(segment.slot, accepted, [] if error else tokens, [], [], error)
     return _Verdict(segment, outcome, first_row, [first_row + row for row in local_rows], next_tokens)
-
-
-def _with_tree(outcome: SegmentOutcome, tree: DraftTree | None) -> SegmentOutcome:
-    if tree is None:
-        return outcome
-    return SegmentOutcome(
-        outcome.slot, outcome.accepted, outcome.tokens, list(tree.tokens), list(tree.parents), outcome.error
-    )
 
 
 def _depths(segment: Segment) -> Sequence[int]:

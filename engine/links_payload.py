@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graftline.engine.device_event import mark_stream
+from graftline.engine.device_event import send_to_host
 from graftline.errors import PeerUnavailableError
 
 # Sends that may be unfinished; before one more the compute stream (not the host, on a GPU) waits for the oldest.
@@ -66,9 +66,7 @@ class HostPayloads:
         if not payload.is_cuda:
             copied = payload.clone(memory_format=torch.contiguous_format)
             return lambda: send_tensor(copied, self._target, self._group)
-        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
-        host.copy_(payload, non_blocking=True)
-        arrived = mark_stream(payload.device)
+        host, arrived = send_to_host(payload)
 
         def ship() -> None:
             arrived.synchronize()

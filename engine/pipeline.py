@@ -129,7 +129,6 @@ class Pipeline:
         self._queued: list[QueuedSender] = []
         self._failed = False
         self._plans: Sender | None = None
-        self._returns: list[Payloads] = []
         self._controls: list[Sender] = []
         self._stopping = False
 
@@ -294,11 +293,12 @@ class Pipeline:
         upstream: Receiver,
         downstream: QueuedSender | LocalLink | None,
         round_state: RoundState | None = None,
+        returns: Sequence[Payloads] = (),
     ) -> None:
         control = LocalLink()
         self._controls.append(control)
         with on_device(self._config.stage_device(stage)):
-            built = build_stage(self._config, stage, round_state, self._returns if stage == 0 else ())
+            built = build_stage(self._config, stage, round_state, returns)
             port = self._make_port(stage)
             layout = port.open(built.pools)
         inbox = _InboxSender(self)
@@ -319,12 +319,12 @@ class Pipeline:
 
     def _start_processes(self, deadline: float) -> None:
         count = self._config.num_stages
-        downstream, hubs = self._connect(deadline)
+        downstream, hubs, returns = self._connect(deadline)
         plans = LocalLink()
         self._plans = plans
         queued_plans = QueuedSender(downstream, "plan-sender", partial(self._fail, 1))
         self._queued.append(queued_plans)
-        self._start_local_stage(0, plans, queued_plans)
+        self._start_local_stage(0, plans, queued_plans, returns=returns)
         for stage, hub in enumerate(hubs, start=1):
             queued = QueuedSender(hub.control, f"stage-{stage}-sender", partial(self._fail, stage))
             self._queued.append(queued)
@@ -337,7 +337,7 @@ class Pipeline:
                 reader.start()
         assert len(self._controls) == count
 
-    def _connect(self, deadline: float) -> tuple[DistributedLink, list[HubLinks]]:
+    def _connect(self, deadline: float) -> tuple[DistributedLink, list[HubLinks], list[Payloads]]:
         """Joins the processes of all stages, starting them unless a launcher did (torchrun's variables)."""
         count = self._config.num_stages
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
@@ -354,7 +354,6 @@ class Pipeline:
             dist.init_process_group("gloo", store=store, rank=0, world_size=count, timeout=timeout)
         config, device = self._config, torch.device(self._config.stage_device(0))
         ends = connect_stages(count, 0, device, config.stage_channel, returns=config.returns_rounds)
-        self._returns = ends.returns
         assert ends.downstream is not None
         hubs = []
         for star in ends.stars:
@@ -362,7 +361,7 @@ class Pipeline:
             assert star.results is not None
             assert star.reports is not None
             hubs.append(HubLinks(star.control, star.results, star.reports))
-        return ends.downstream, hubs
+        return ends.downstream, hubs, ends.returns
 
     def _await_children(self, store: TCPStore, deadline: float) -> None:
         """Until every stage process runs; joining them is one long blocking call that would notice no death."""

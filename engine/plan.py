@@ -150,6 +150,10 @@ class SegmentOutcome(msgspec.Struct, frozen=True, array_like=True):
             return None
         return DraftTree(tuple(self.tree_tokens), tuple(self.tree_parents))
 
+    def with_tree(self, tree: DraftTree) -> "SegmentOutcome":
+        """The same, and the tree that was grown."""
+        return SegmentOutcome(self.slot, self.accepted, self.tokens, list(tree.tokens), list(tree.parents), self.error)
+
 
 class StepTokens(_Message, frozen=True):
     """Tokens of a step before its drafts are grown; `StepResult` repeats them."""

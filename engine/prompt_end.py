@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graftline.engine.device_event import mark_stream
-from graftline.engine.drafter import Drafter
+from graftline.engine.device_event import send_to_host
+from graftline.engine.draft_module import feature_columns
+from graftline.engine.drafter import Drafter, tree_of
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import SampledToken, Segment, SegmentOutcome, StepPlan, StepResult, StepTokens
 from graftline.engine.sampler import SampledRow, Sampler
@@ -80,7 +81,8 @@ class PromptEnd:
         if grown is not None:
             for index, row in zip(growing, grown.rows(), strict=True):
                 slot = ends[index].segment.slot
-                outcomes[slot] = _with_tree(outcomes[slot], row)
+                if not outcomes[slot].error:
+                    outcomes[slot] = outcomes[slot].with_tree(tree_of(row))
         emit(StepResult(plan.step, plan.microbatch, list(outcomes.values())))
 
     def _sample(self, ends: Sequence["_End"], hidden: Tensor) -> Tensor:
@@ -103,9 +105,7 @@ class PromptEnd:
         if ids is not None:
             rows = upload([end.row for end in ends], torch.int64, self._device)
             next_tokens.index_copy_(0, rows, ids.clamp(min=0))
-        layers = self._drafter.feature_layers
-        captured = dict(zip(sorted({layer for layer in layers if layer >= 0}), features, strict=True))
-        columns = [self._model.final_norm(hidden) if layer < 0 else captured[layer] for layer in layers]
+        columns = feature_columns(self._drafter.feature_layers, features, lambda: self._model.final_norm(hidden))
         batch = build_attention_batch(
             [SegmentRows(segment.start, segment.num_rows, pages[segment.slot]) for segment in segments],
             self._page_size,
@@ -170,9 +170,7 @@ class _Landing:
         """Sends [n] or [n, columns] values on their way, behind what the stream has been given."""
         if not values.is_cuda:
             return cls(values, None)
-        on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        on_host.copy_(values, non_blocking=True)
-        return cls(on_host, mark_stream(values.device, sleeps=True))
+        return cls(*send_to_host(values, sleeps=True))
 
     def rows(self) -> list[list[int]]:
         """The values, once they have arrived."""
@@ -180,12 +178,3 @@ class _Landing:
             self.arrived.synchronize()
         listed: list[list[int]] = self.values.view(self.values.shape[0], -1).tolist()
         return listed
-
-
-def _with_tree(outcome: SegmentOutcome, row: Sequence[int]) -> SegmentOutcome:
-    """`row` is nodes, then tokens, then parents of a tree; a failed prompt has none."""
-    if outcome.error:
-        return outcome
-    count, nodes = row[0], (len(row) - 1) // 2
-    tokens, parents = list(row[1 : 1 + count]), list(row[1 + nodes : 1 + nodes + count])
-    return SegmentOutcome(outcome.slot, outcome.accepted, outcome.tokens, tokens, parents, outcome.error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graftline.engine.device_event import mark_stream
+from graftline.engine.device_event import send_to_host
 from graftline.engine.plan import SampledToken, SegmentOutcome, StepPlan, StepResult
 from graftline.engine.round_state import RoundState
 from graftline.engine.verify import NO_FINITE_LOGIT
@@ -64,9 +64,7 @@ class RoundReader:
             return
         if self._failure is not None:
             raise RuntimeError("a round could not be read") from self._failure
-        rows = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-        rows.copy_(output, non_blocking=True)
-        arrived = mark_stream(output.device)
+        rows, arrived = send_to_host(output)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="round-reader", daemon=True)
             self._thread.start()
