@@ -1,14 +1,17 @@
-"""A range of dense decoder layers at once: one native call on CPU, otherwise the composition of the single ops.
+"""A range of dense decoder layers at once: one native call on CPU, one resident kernel for a decode round of few rows on a
+Hopper GPU, otherwise the composition of the single ops.
 
 The native call runs the same parts as the ops do, in one parallel region, so that both give the same bits; what it
-saves is the cost of a dozen Python calls a layer.
+saves is the cost of a dozen Python calls a layer. The resident kernel sums in another order (`resident_layers`).
 """
 
 import ctypes
 from collections.abc import Collection, Sequence
 from ctypes import byref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +25,13 @@ from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.native_structs import NativeLayer, NativeLayers, NativePages, native_batch, native_pages
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.qkv_placing import place_qkv
+from graftline.kernels.resident_layers import (
+    ResidentLayers,
+    ResidentShape,
+    ResidentSizes,
+    layer_table,
+    reason_against_device,
+)
 from graftline.kernels.tree_batch import RowBatch, TreeBatch
 
 
@@ -110,6 +120,7 @@ class DenseLayers:
         layers: their weights, in order; at least one.
         shape: what they have in common.
         attention: how single ops attend.
+        may_reside: whether the resident kernel serves the batches that it takes.
 
     Raises:
         ValueError: weights that do not fit the shape.
@@ -120,6 +131,8 @@ class DenseLayers:
         layers: Sequence[DecoderLayerWeights],
         shape: DecoderLayerShape,
         attention: Attention = paged_attention,
+        *,
+        may_reside: bool = True,
     ) -> None:
         if not layers:
             raise ValueError("layers: none")
@@ -136,6 +149,9 @@ class DenseLayers:
                 f"cos {tuple(shape.cos.shape)}, sin {tuple(shape.sin.shape)} for heads of {shape.head_dim}"
             )
         self._native = self._describe()
+        self._may_reside = may_reside
+        self._residents: dict[int, ResidentLayers] = {}  # by page size
+        self._tables: WeakKeyDictionary[LayerPages, Tensor] = WeakKeyDictionary()
 
     @property
     def num_layers(self) -> int:
@@ -171,6 +187,8 @@ class DenseLayers:
             raise ValueError(f"pages {tuple(pages.layers[0][0].shape)} for a batch with pages of {batch.page_size}")
         if any(not 1 <= n <= self.num_layers for n in capture):
             raise ValueError(f"capture: {sorted(capture)} of {self.num_layers} layers")
+        if isinstance(batch, TreeBatch) and (resident := self._resident(pages)) and resident.takes(batch, len(capture)):
+            return self.run_resident(hidden, batch, pages, capture)
         library = native_library() if hidden.device.type == "cpu" else None
         if library is None or self._native is None or isinstance(batch, TreeBatch):
             return self.run_composed(hidden, batch, pages, capture)
@@ -212,6 +230,52 @@ class DenseLayers:
         if self.num_layers in capture:
             features[self.num_layers] = hidden
         return hidden, features
+
+    def run_resident(
+        self, hidden: Tensor, batch: TreeBatch, pages: LayerPages, capture: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The same by the resident kernel, for batches that it takes."""
+        resident = self._resident(pages)
+        assert resident is not None
+        table = self._tables.get(pages)
+        if table is None:
+            layers = [
+                (layer.input_norm, layer.qkv, layer.output, layer.post_norm, layer.gate_up, layer.down)
+                for layer in self._layers
+            ]
+            table = self._tables[pages] = layer_table(layers, pages.layers, hidden.device)
+        return resident.run(table, hidden, batch, pages.layers[0][0].stride(0), capture)
+
+    @cached_property
+    def reason_against_resident(self) -> str | None:
+        """Why these layers cannot be run by the resident kernel on their device, or None."""
+        shape = self._shape
+        weight = self._layers[0].qkv
+        if reason := reason_against_device(weight.data.device, weight.data.dtype):
+            return reason
+        if any(layer.q_norm is not None for layer in self._layers):
+            return "q and k have norms"
+        if any(layer.output.bias is not None for layer in self._layers):
+            return "the output has a bias"
+        if 2 * shape.cos.shape[1] != shape.head_dim:
+            return f"{2 * shape.cos.shape[1]} of {shape.head_dim} columns are rotated"
+        return self._resident_sizes(page_size=1).reason_against()
+
+    def _resident(self, pages: LayerPages) -> ResidentLayers | None:
+        if not self._may_reside or self.reason_against_resident is not None:
+            return None
+        if (found := self._residents.get(pages.page_size)) is None:
+            shape = self._shape
+            fixed = ResidentShape(shape.eps, shape.scale, shape.cos.contiguous(), shape.sin.contiguous())
+            found = ResidentLayers(self._resident_sizes(pages.page_size), fixed, shape.cos.device)
+            self._residents[pages.page_size] = found
+        return found
+
+    def _resident_sizes(self, page_size: int) -> ResidentSizes:
+        shape = self._shape
+        return ResidentSizes(
+            self.hidden_size, self._inter, shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size
+        )
 
     def _run_layer(
         self,

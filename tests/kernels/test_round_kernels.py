@@ -70,7 +70,7 @@ def tables(layout: RoundLayout, seed: int) -> tuple[Tensor, Tensor]:
     return table, pages
 
 
-@pytest.mark.parametrize(("path_len", "nodes"), [(1, 1), (2, 2), (4, 4), (6, 16), (5, 64), (64, 64)])
+@pytest.mark.parametrize(("path_len", "nodes"), [(1, 1), (2, 2), (4, 4), (6, 16), (8, 16), (5, 64), (64, 64)])
 def test_a_round_opens_walks_and_closes(path_len: int, nodes: int) -> None:
     layout = RoundLayout(path_len, nodes)
     table, pages = tables(layout, nodes)

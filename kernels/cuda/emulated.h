@@ -1,0 +1,250 @@
+// The functions of `hopper.h` on a CPU: every thread is a coroutine, and one that waits lets the next one run. For trying
+// kernels, one launch at a time.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+typedef uint16_t bf16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef int64_t i64;
+typedef struct {
+    u32 x, y, z, w;
+} uint4;
+
+#define KERNEL(threads) static void
+#define DEVICE static inline
+#define UNROLL
+#define TAKE_REGISTERS(count)
+#define GIVE_REGISTERS(count)
+#define UNROLL_4
+#define BY_VALUE
+#define NOTHING (-INFINITY)
+
+enum { MAX_THREADS = 384, MAX_BLOCKS = 8, SHARED_BYTES = 232448, STACK_BYTES = 1 << 16, WARP = 32 };
+
+typedef struct {
+    int arrived, round;
+} Meeting;
+
+typedef struct {
+    Meeting meeting;
+    u64 given[WARP][8];
+} WarpExchange;
+
+typedef struct {
+    Meeting block, part;
+    WarpExchange warps[MAX_THREADS / WARP];
+    unsigned char *shared;
+} Block;
+
+typedef struct {
+    ucontext_t context;
+    int thread, block, is_done;
+    char *stack;
+} Coroutine;
+
+// A signal in 8 bytes: arrivals still missing of the phase, its parity, bytes still missing.
+typedef struct {
+    int16_t missing, arrivals;
+    int32_t parity_and_bytes;
+} Signal;
+
+static Block emulated_blocks[MAX_BLOCKS];
+static Coroutine emulated_threads[MAX_BLOCKS * MAX_THREADS];
+static Coroutine *running;
+static ucontext_t scheduler;
+static int emulated_num_blocks, emulated_num_threads;
+static u64 idle_turns;
+
+static void yield(void) {
+    if (++idle_turns > 400000000ull) {
+        fprintf(stderr, "emulated kernel: every thread waits\n");
+        abort();
+    }
+    swapcontext(&running->context, &scheduler);
+}
+
+static void meet_in(Meeting *meeting, int threads) {
+    int round = meeting->round;
+    if (++meeting->arrived == threads) {
+        meeting->arrived = 0;
+        meeting->round++;
+        idle_turns = 0;
+        return;
+    }
+    while (meeting->round == round) yield();
+}
+
+DEVICE unsigned char *shared_base(void) { return emulated_blocks[running->block].shared; }
+DEVICE int thread_id(void) { return running->thread; }
+DEVICE int block_id(void) { return running->block; }
+DEVICE int num_blocks(void) { return emulated_num_blocks; }
+DEVICE void block_sync(void) { meet_in(&emulated_blocks[running->block].block, emulated_num_threads); }
+DEVICE void part_sync(int threads) { meet_in(&emulated_blocks[running->block].part, threads); }
+
+static WarpExchange *my_warp(void) { return &emulated_blocks[running->block].warps[running->thread / WARP]; }
+DEVICE void warp_sync(void) { meet_in(&my_warp()->meeting, WARP); }
+DEVICE u32 exchange_xor(u32 value, int mask) {
+    WarpExchange *warp = my_warp();
+    int lane = running->thread % WARP;
+    warp->given[lane][0] = value;
+    warp_sync();
+    u32 result = (u32)warp->given[lane ^ mask][0];
+    warp_sync();
+    return result;
+}
+
+DEVICE float as_float(u32 bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+DEVICE u32 as_bits(float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+DEVICE float exp2_of(float value) { return exp2f(value); }
+DEVICE float rsqrt_of(float value) { return 1.0f / sqrtf(value); }
+static u32 round_bf16(float value) {
+    u32 bits = as_bits(value);
+    if (value != value) return 0x7fc0;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEVICE u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+
+DEVICE uint4 load_fresh_16(const void *from) { return *(const uint4 *)from; }
+DEVICE float load_fresh_float(const float *from) { return *from; }
+DEVICE u32 load_fresh_bf16(const bf16 *from) { return *from; }
+DEVICE uint4 load_constant_16(const void *from) { return *(const uint4 *)from; }
+DEVICE uint4 load_shared_16(const void *from) { return *(const uint4 *)from; }
+
+static float half_of(u64 word, int high) { return as_float(high ? (u32)word & 0xffff0000u : (u32)word << 16); }
+
+DEVICE void multiply_add(float *acc, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    WarpExchange *warp = my_warp();
+    int lane = running->thread % WARP;
+    u64 words[6] = {a0, a1, a2, a3, b0, b1};
+    memcpy(warp->given[lane], words, sizeof words);
+    warp_sync();
+    for (int c = 0; c < 4; c++) {
+        int row = lane / 4 + 8 * (c / 2), column = lane % 4 * 2 + c % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; k++) {
+            int from = k % 8 / 2, is_late = k / 8;
+            u64 a = warp->given[row % 8 * 4 + from][row / 8 + 2 * is_late];
+            u64 b = warp->given[column * 4 + from][4 + is_late];
+            sum += half_of(a, k % 2) * half_of(b, k % 2);
+        }
+        acc[c] += sum;
+    }
+    warp_sync();
+}
+
+DEVICE uint4 load_matrices_transposed(const void *row) {
+    WarpExchange *warp = my_warp();
+    int lane = running->thread % WARP;
+    u32 result[4];
+    warp->given[lane][0] = (u64)(uintptr_t)row;
+    warp_sync();
+    for (int matrix = 0; matrix < 4; matrix++) {
+        const bf16 *low = (const bf16 *)(uintptr_t)warp->given[8 * matrix + lane % 4 * 2][0];
+        const bf16 *high = (const bf16 *)(uintptr_t)warp->given[8 * matrix + lane % 4 * 2 + 1][0];
+        result[matrix] = low[lane / 4] | (u32)high[lane / 4] << 16;
+    }
+    warp_sync();
+    return (uint4){result[0], result[1], result[2], result[3]};
+}
+
+enum { PARITY_BIT = 1 << 30 };
+
+static void signal_settle(Signal *signal) {
+    if (signal->missing == 0 && (signal->parity_and_bytes & ~PARITY_BIT) == 0) {
+        signal->missing = signal->arrivals;
+        signal->parity_and_bytes ^= PARITY_BIT;
+        idle_turns = 0;
+    }
+}
+DEVICE void signal_init(u64 *place, int arrivals) {
+    *(Signal *)place = (Signal){(int16_t)arrivals, (int16_t)arrivals, 0};
+}
+DEVICE void signals_ready(void) {}
+DEVICE void signal_arrive(u64 *place, int count) {
+    Signal *signal = (Signal *)place;
+    signal->missing -= (int16_t)count;
+    if (signal->missing < 0) abort();
+    signal_settle(signal);
+}
+DEVICE void signal_expect(u64 *place, int bytes) {
+    Signal *signal = (Signal *)place;
+    signal->parity_and_bytes += bytes;
+    signal_arrive(place, 1);
+}
+DEVICE void signal_wait(u64 *place, int parity) {
+    Signal *signal = (Signal *)place;
+    while (!!(signal->parity_and_bytes & PARITY_BIT) == parity) yield();
+}
+DEVICE u64 policy_read_once(void) { return 0; }
+DEVICE void copy_to_shared(void *to, const void *from, int bytes, u64 *place, u64 policy) {
+    Signal *signal = (Signal *)place;
+    (void)policy;
+    if (bytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) abort();
+    memcpy(to, from, (size_t)bytes);
+    signal->parity_and_bytes -= bytes;
+    if ((signal->parity_and_bytes & ~PARITY_BIT) < 0) abort();
+    signal_settle(signal);
+}
+DEVICE void meet(u32 *counter, u32 goal) {
+    ++*counter;
+    idle_turns = 0;
+    while (*counter < goal) yield();
+}
+
+static void (*emulated_body)(void);
+static void emulated_start(void) {
+    emulated_body();
+    running->is_done = 1;
+    swapcontext(&running->context, &scheduler);
+}
+
+// Runs `body` on every thread of so many blocks.
+static void emulate(void (*body)(void), int blocks, int threads) {
+    if (blocks > MAX_BLOCKS || threads > MAX_THREADS) abort();
+    emulated_body = body;
+    emulated_num_blocks = blocks;
+    emulated_num_threads = threads;
+    idle_turns = 0;
+    int alive = blocks * threads;
+    for (int block = 0; block < blocks; block++) {
+        memset(&emulated_blocks[block], 0, sizeof(Block));
+        emulated_blocks[block].shared = aligned_alloc(128, SHARED_BYTES);
+        memset(emulated_blocks[block].shared, 0xff, SHARED_BYTES);  // NaN wherever nothing was written
+        for (int thread = 0; thread < threads; thread++) {
+            Coroutine *one = &emulated_threads[block * threads + thread];
+            one->thread = thread;
+            one->block = block;
+            one->is_done = 0;
+            one->stack = malloc(STACK_BYTES);
+            getcontext(&one->context);
+            one->context.uc_stack.ss_sp = one->stack;
+            one->context.uc_stack.ss_size = STACK_BYTES;
+            one->context.uc_link = &scheduler;
+            makecontext(&one->context, emulated_start, 0);
+        }
+    }
+    while (alive)
+        for (int index = 0; index < blocks * threads; index++) {
+            running = &emulated_threads[index];
+            if (running->is_done) continue;
+            swapcontext(&scheduler, &running->context);
+            alive -= running->is_done;
+        }
+    for (int index = 0; index < blocks * threads; index++) free(emulated_threads[index].stack);
+    for (int block = 0; block < blocks; block++) free(emulated_blocks[block].shared);
+}

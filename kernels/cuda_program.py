@@ -1,0 +1,134 @@
+"""Compiles CUDA C++ at first use and launches it on torch's stream; knows nothing of what kernels mean.
+
+NVRTC compiles, which torch's CUDA builds bring along with its bindings: no toolkit need be installed. Results are kept by
+the hash of everything that shapes them.
+"""
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SOURCES = Path(__file__).resolve().parent / "cuda"
+
+
+class CudaProgramError(RuntimeError):
+    """The compiler or the driver refused something."""
+
+
+@cache
+def can_compile() -> bool:
+    """Whether NVIDIA's bindings are installed."""
+    try:
+        return find_spec("cuda.bindings.nvrtc") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def compile_program(names: Sequence[str], options: Sequence[str]) -> bytes:
+    """Machine code of files of this package, behind each other.
+
+    Args:
+        names: files of the folder `cuda`.
+        options: of NVRTC, among them the architecture, such as "--gpu-architecture=sm_90a".
+
+    Raises:
+        CudaProgramError: the compiler refused them; with its words.
+    """
+    text = "\n".join(_source(name) for name in names)
+    nvrtc = _bindings("nvrtc")
+    version = _checked("nvrtcVersion", *nvrtc.nvrtcVersion())
+    key = hashlib.sha256("\0".join([text, *options, repr(version)]).encode()).hexdigest()[:24]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graftline" / "cuda"
+    target = root / f"{key}.cubin"
+    if target.exists():
+        return target.read_bytes()
+    code = _compile(nvrtc, names[-1], text, options)
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=root, delete=False) as file:
+        file.write(code)
+    os.replace(file.name, target)
+    return bytes(code)
+
+
+class CudaFunction:
+    """A kernel that is loaded on one device.
+
+    Args:
+        code: from `compile_program`.
+        name: of the kernel.
+        device: a CUDA device.
+        shared_bytes: dynamic shared memory of a block.
+
+    Raises:
+        CudaProgramError: the driver refused it.
+    """
+
+    def __init__(self, code: bytes, name: str, device: torch.device, shared_bytes: int) -> None:
+        self._driver = _bindings("driver")
+        self._shared_bytes = shared_bytes
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # a context of torch's is there from now on
+            (self._module,) = _checked("cuModuleLoadData", *self._driver.cuModuleLoadData(code))
+            (self._function,) = _checked(
+                "cuModuleGetFunction", *self._driver.cuModuleGetFunction(self._module, name.encode())
+            )
+            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked("cuFuncSetAttribute", *self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+
+    def launch_together(self, blocks: int, threads: int, arguments: ctypes.Structure) -> None:
+        """Launches on the current stream so that all blocks are resident at once and may wait for each other.
+
+        Args:
+            arguments: the kernel's only parameter; copied by the launch.
+
+        Raises:
+            CudaProgramError: the driver refused it, also when the device cannot hold so many blocks.
+        """
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        stream = torch.cuda.current_stream().cuda_stream
+        done = self._driver.cuLaunchCooperativeKernel(
+            self._function, blocks, 1, 1, threads, 1, 1, self._shared_bytes, stream, ctypes.addressof(parameters)
+        )
+        _checked("cuLaunchCooperativeKernel", *done)
+
+
+def _compile(nvrtc: Any, name: str, text: str, options: Sequence[str]) -> bytes:
+    (program,) = _checked(
+        "nvrtcCreateProgram", *nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
+    )
+    words = [option.encode() for option in options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
+    if int(status):
+        (size,) = _checked("nvrtcGetProgramLogSize", *nvrtc.nvrtcGetProgramLogSize(program))
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaProgramError(f"{name} does not compile:\n{log.decode(errors='replace')[-4000:]}")
+    (size,) = _checked("nvrtcGetCUBINSize", *nvrtc.nvrtcGetCUBINSize(program))
+    code = b" " * size
+    _checked("nvrtcGetCUBIN", *nvrtc.nvrtcGetCUBIN(program, code))
+    nvrtc.nvrtcDestroyProgram(program)
+    return bytes(code)
+
+
+def _source(name: str) -> str:
+    return (_SOURCES / name).read_text().replace("#pragma once", "")
+
+
+def _bindings(name: str) -> Any:
+    from importlib import import_module
+
+    return import_module(f"cuda.bindings.{name}")
+
+
+def _checked(call: str, status: Any, *results: Any) -> tuple[Any, ...]:
+    if int(status):
+        raise CudaProgramError(f"{call}: {status.name}")
+    return results

@@ -1,0 +1,168 @@
+"""The resident kernel: emulated thread by thread on a CPU against the single ops in float32, and on a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import PagedSequences, normal, random_parents
+from torch import Tensor
+
+from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
+from graftline.kernels.linear import LinearWeight
+from graftline.kernels.resident_layers import (
+    ResidentShape,
+    ResidentSizes,
+    layer_table,
+    prepare_round,
+)
+from graftline.kernels.tree_batch import TreeBatch
+
+
+@dataclass(frozen=True)
+class Weights:
+    input_norm: Tensor
+    qkv: LinearWeight
+    q_norm: None
+    k_norm: None
+    output: LinearWeight
+    post_norm: Tensor
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+SOURCES = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
+PAGE = 4
+SMALL = ResidentSizes(hidden=64, inter=96, heads=4, kv_heads=2, head_dim=32, page_size=PAGE)
+# Chunks of 576 = 18 steps, which eight warps do not share evenly.
+ODD = ResidentSizes(hidden=576, inter=160, heads=9, kv_heads=3, head_dim=64, page_size=PAGE)
+
+
+def weights_of(sizes: ResidentSizes, seed: int, with_bias: bool) -> Weights:
+    def matrix(rows: int, columns: int, offset: int, bias: bool = False) -> LinearWeight:
+        data = (normal(rows, columns, seed=seed + offset) / columns**0.5).bfloat16()
+        return LinearWeight(data, columns, rows, normal(rows, seed=seed + 9).bfloat16() if bias else None)
+
+    def norm(offset: int) -> Tensor:
+        return (1 + 0.1 * normal(sizes.hidden, seed=seed + offset)).bfloat16()
+
+    q_size, kv_size = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    return Weights(
+        norm(1), matrix(q_size + 2 * kv_size, sizes.hidden, 2, with_bias), None, None,
+        matrix(sizes.hidden, q_size, 3), norm(4), matrix(2 * sizes.inter, sizes.hidden, 5),
+        matrix(sizes.hidden, sizes.inter, 6),
+    )  # fmt: skip
+
+
+def widened(weights: Weights) -> Weights:
+    def matrix(weight: LinearWeight) -> LinearWeight:
+        bias = None if weight.bias is None else weight.bias.float()
+        return LinearWeight(weight.data.float(), weight.in_features, weight.out_features, bias)
+
+    return Weights(
+        weights.input_norm.float(), matrix(weights.qkv), None, None, matrix(weights.output),
+        weights.post_norm.float(), matrix(weights.gate_up), matrix(weights.down),
+    )  # fmt: skip
+
+
+@cache
+def library(sizes: ResidentSizes, row_tiles: int, folder: Path) -> ctypes.CDLL:
+    target = folder / f"{abs(hash(sizes))}-{row_tiles}.so"
+    macros = [f"-D{name}={value}" for name, value in sizes.macros(row_tiles).items()]
+    words = ["gcc", "-std=gnu11", "-O2", "-w", "-fPIC", "-shared", *macros]
+    subprocess.run([*words, str(SOURCES / "emulated_decoder_layers.c"), "-o", str(target), "-lm"], check=True)
+    return ctypes.CDLL(str(target))
+
+
+class Case:
+    """Layers, pages and a batch; every slot that may not be read is NaN."""
+
+    def __init__(
+        self,
+        sizes: ResidentSizes,
+        trees: Sequence[tuple[int, Sequence[int]] | None],
+        rows_each: int,
+        num_layers: int = 2,
+        with_bias: bool = False,
+        num_tail: int | None = None,
+    ) -> None:
+        self.sizes = sizes
+        lengths = [0 if tree is None else tree[0] for tree in trees]
+        sequences = PagedSequences(lengths, sizes.page_size, sizes.kv_heads, sizes.head_dim, torch.bfloat16)
+        self.batch: TreeBatch = sequences.tree_batch(trees, rows_each, num_tail)
+        shape = (sequences.pool.shape[0], 2 * num_layers + 1, sizes.page_size, sizes.kv_heads, sizes.head_dim)
+        self.pool = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+        for index, length in enumerate(lengths):
+            for slot in range(length):
+                page = sequences.page_ids[index][slot // sizes.page_size]
+                values = normal(*shape[1:2], *shape[3:], seed=1000 * index + slot)
+                self.pool[page, :, slot % sizes.page_size] = values.bfloat16()
+        self.weights = [weights_of(sizes, 100 * index, with_bias) for index in range(num_layers)]
+        self.hidden = normal(self.batch.num_rows, sizes.hidden, seed=77).bfloat16()
+        angles = normal(4000, sizes.head_dim // 2, seed=9)
+        self.shape = DecoderLayerShape(
+            sizes.heads, sizes.kv_heads, sizes.head_dim, 1e-5, sizes.head_dim**-0.5, angles.cos(), angles.sin()
+        )
+
+    def pages(self, pool: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(pool[:, 2 * layer], pool[:, 2 * layer + 1]) for layer in range(len(self.weights))]
+
+    def expected(self, capture: Sequence[int]) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+        pool = self.pool.float()
+        layers = DenseLayers([widened(weights) for weights in self.weights], self.shape)
+        hidden, features = layers.run_composed(self.hidden.float(), self.batch, LayerPages(self.pages(pool)), capture)
+        return hidden, features, pool
+
+    def emulated(self, folder: Path, blocks: int, capture: Sequence[int]) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+        pool = self.pool.clone()
+        table = layer_table(
+            [(one.input_norm, one.qkv, one.output, one.post_norm, one.gate_up, one.down) for one in self.weights],
+            self.pages(pool), torch.device("cpu"),
+        )  # fmt: skip
+        shape = ResidentShape(self.shape.eps, self.shape.scale, self.shape.cos, self.shape.sin)
+        prepared = prepare_round(table, self.hidden, self.batch, pool.stride(0), self.sizes, shape, capture, blocks)
+        row_tiles = -(-self.batch.num_rows // 8)
+        library(self.sizes, row_tiles, folder).emulate_decoder_layers(ctypes.byref(prepared.arguments), blocks)
+        return prepared.hidden, prepared.features, pool
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    return tmp_path_factory.mktemp("emulated")
+
+
+def chain(rows: int) -> list[int]:
+    return [-1, *range(rows - 1)]
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    ("sizes", "trees", "rows_each"),
+    [
+        (SMALL, [(37, chain(1))], 1),
+        (SMALL, [(0, chain(1)), (150, chain(1)), None, (33, chain(1))], 1),
+        (SMALL, [(70, random_parents(5, 1)), (31, random_parents(3, 2))], 5),
+        (SMALL, [(200, random_parents(16, 3))], 16),
+        (ODD, [(100, chain(1)), (64, chain(1))], 1),
+    ],
+)
+def test_equals_the_single_ops(
+    sizes: ResidentSizes, trees: list[tuple[int, list[int]] | None], rows_each: int, blocks: int, folder: Path
+) -> None:
+    if blocks * 8 < len(trees) * sizes.kv_heads or (rows_each > 8 and blocks == 1):
+        pytest.skip("more sequences than streams")
+    case = Case(sizes, trees, rows_each)
+    hidden, features, pool = case.emulated(folder, blocks, [1])
+    expected, expected_features, expected_pool = case.expected([1])
+    real = torch.tensor([slot >= 0 for slot in case.batch.row_slots.tolist()])
+    torch.testing.assert_close(hidden.float()[real], expected[real], atol=0.06, rtol=0.03)
+    torch.testing.assert_close(features[1].float()[real], expected_features[1][real], atol=0.05, rtol=0.03)
+    torch.testing.assert_close(pool.float(), expected_pool, atol=0.06, rtol=0.03, equal_nan=True)
+    assert hidden.isfinite().all()
