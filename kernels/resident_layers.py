@@ -23,6 +23,7 @@ _TILE = 16  # outputs
 _GROUP_TILES = 7
 _KV_TOKENS = 32  # a ring slot
 _WARPS = 8
+_PRODUCERS = 4
 _THREADS = 384
 _MAX_CHUNK = 576  # inputs of a ring slot
 _SHARED_BYTES = 232448  # that a block may have on a Hopper GPU
@@ -98,7 +99,7 @@ class ResidentSizes:
             "HIDDEN": self.hidden, "INTER": self.inter, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "PAGE_SIZE": self.page_size, "ROW_TILES": row_tiles,
             "GROUP_TILES": _GROUP_TILES, "CHUNK_HIDDEN": hidden, "CHUNK_ATTENDED": attended, "CHUNK_INTER": inter,
-            "SLOT_BYTES": slot, "NUM_SLOTS": (_SHARED_BYTES - _own_bytes(row_tiles)) // slot,
+            "SLOT_BYTES": slot, "NUM_SLOTS": (_SHARED_BYTES - _own_bytes(row_tiles)) // slot // _PRODUCERS * _PRODUCERS,
         }  # fmt: skip
 
 

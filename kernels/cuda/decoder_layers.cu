@@ -1,10 +1,10 @@
 // A range of dense decoder layers for a few rows in one resident kernel: as many blocks as multiprocessors, each there from
 // the first layer to the last.
 //
-// Reading the weights takes nearly all of the time, so nothing may interrupt it. A block's last warp, the producer, copies
+// Reading the weights takes nearly all of the time, so nothing may interrupt it. A block's last warps, the producers, copy
 // the block's share of all weights and of the committed KV into a ring of shared memory, in the order of their use and as
-// far ahead as the ring holds; it never waits for activations, since what it reads does not depend on them. The other warps
-// compute what lies in the ring. Blocks meet after every phase of a layer, while their rings fill up.
+// far ahead as the ring holds; they never wait for activations, since what they read does not depend on them. The other
+// warps compute what lies in the ring. Blocks meet after every phase of a layer, while their rings fill up.
 //
 // Phases of a layer: q, k and v with norm, rotation and KV write; attention by splits; its combination; output; gate and up
 // with norm and activation; down. Sizes come as macros:
@@ -18,8 +18,8 @@ enum {
     LANES = 32,
     WARPS = 8,
     CONSUMERS = WARPS * LANES,
-    PRODUCER = WARPS,  // a warp; the rest of its group of four has nothing to do but to give its registers away
-    THREADS = CONSUMERS + 4 * LANES,
+    PRODUCERS = 4,  // warps; they divide the number of the ring's slots
+    THREADS = CONSUMERS + PRODUCERS * LANES,
     TILE = 16,
     ROWS = 8 * ROW_TILES,
     HALF = HEAD_DIM / 2,
@@ -113,52 +113,56 @@ DEVICE int weight_row(Product product, int tile, int i) {
 
 // ---- producer ----
 
+// Producers take the ring's slots in turns.
+DEVICE int is_mine(const Place *place) { return place->slot % PRODUCERS == thread_id() / LANES - WARPS; }
+
 DEVICE void produce_product(
     Place *place, Product product, const bf16 *weight, int inputs, int chunk, int tiles, int first, u64 policy) {
-    int lane = thread_id() % LANES, grid = num_blocks(), stride = stride_of(chunk);
+    int lane = thread_id() % LANES, grid = num_blocks(), stride = stride_of(chunk), pieces = chunk / 8;
     for (int begin = first; begin < tiles; begin += GROUP_TILES * grid) {
         int count = smaller(GROUP_TILES, (tiles - begin + grid - 1) / grid);
         for (int k = 0; k < inputs; k += chunk)
             for (int j = 0; j < count; j++) {
-                u64 *full = &shared()->full[place->slot];
-                signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
-                if (lane == 0) signal_expect(full, TILE * 2 * chunk);
-                warp_sync();
-                if (lane < TILE) {
-                    const bf16 *from = weight + (i64)weight_row(product, begin + j * grid, lane) * inputs + k;
-                    copy_to_shared(ring_slot(place->slot) + lane * stride, from, 2 * chunk, full, policy);
+                if (is_mine(place)) {
+                    const bf16 *upper = weight + (i64)weight_row(product, begin + j * grid, 0) * inputs + k;
+                    const bf16 *lower = weight + (i64)weight_row(product, begin + j * grid, 8) * inputs + k;
+                    signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
+                    UNROLL_8
+                    for (int piece = lane; piece < TILE * pieces; piece += LANES) {
+                        int row = piece / pieces, column = piece % pieces;
+                        const bf16 *from = (row < 8 ? upper : lower) + (row & 7) * inputs + column * 8;
+                        copy_16(ring_slot(place->slot) + row * stride + column * 16, from, policy);
+                    }
+                    signal_copies(&shared()->full[place->slot]);
                 }
                 step(place);
             }
     }
 }
 
-// Token of a step whose page this lane looks up; past the end the last one again, so that all that is read is finite.
-DEVICE int page_of(const Round *round, const Item *item, int index) {
-    int slot = smaller((item->first + index) * KV_TOKENS + thread_id() % LANES, shared()->starts[item->sequence] - 1);
-    return round->page_tables[(i64)item->sequence * round->max_pages + slot / PAGE_SIZE];
-}
-
 DEVICE void produce_kv(Place *place, const Round *round, const Layer *layer, int streams, u64 policy) {
+    enum { PIECES = HEAD_DIM / 8 };  // of a token
     int lane = thread_id() % LANES, most = shared()->most;
-    int page = shared()->items[0].count > 0 ? page_of(round, &shared()->items[0], 0) : 0;
     for (int index = 0; index < most; index++)
         for (int stream = 0; stream < streams; stream++) {
-            Item *item = &shared()->items[stream];
-            int here = page;
-            // The next one's page meanwhile.
-            int next = stream + 1 < streams ? stream + 1 : 0, later = index + (next == 0);
-            if (later < shared()->items[next].count) page = page_of(round, &shared()->items[next], later);
+            const Item *item = &shared()->items[stream];
             if (index >= item->count) continue;
-            int slot = smaller((item->first + index) * KV_TOKENS + lane, shared()->starts[item->sequence] - 1);
-            i64 at = here * round->page_stride + (i64)(slot % PAGE_SIZE * KV_HEADS + item->head) * HEAD_DIM;
-            u64 *full = &shared()->full[place->slot];
-            signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
-            if (lane == 0) signal_expect(full, KV_TOKENS * 4 * HEAD_DIM);
-            warp_sync();
-            unsigned char *to = ring_slot(place->slot) + lane * KV_STRIDE;
-            copy_to_shared(to, layer->k_pages + at, 2 * HEAD_DIM, full, policy);
-            copy_to_shared(to + KV_TOKENS * KV_STRIDE, layer->v_pages + at, 2 * HEAD_DIM, full, policy);
+            if (is_mine(place)) {
+                // Where this lane's token lies; past the end the last one again, so that all that is read is finite.
+                int slot = smaller((item->first + index) * KV_TOKENS + lane, shared()->starts[item->sequence] - 1);
+                i64 page = round->page_tables[(i64)item->sequence * round->max_pages + slot / PAGE_SIZE];
+                u32 vector = (u32)(page * (round->page_stride / HEAD_DIM)) + slot % PAGE_SIZE * KV_HEADS + item->head;
+                unsigned char *to = ring_slot(place->slot);
+                signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
+                UNROLL_8
+                for (int piece = lane; piece < KV_TOKENS * PIECES; piece += LANES) {
+                    int token = piece / PIECES, column = piece % PIECES;
+                    i64 at = (i64)exchange_from(vector, token) * HEAD_DIM + column * 8;
+                    copy_16(to + token * KV_STRIDE + column * 16, layer->k_pages + at, policy);
+                    copy_16(to + (KV_TOKENS + token) * KV_STRIDE + column * 16, layer->v_pages + at, policy);
+                }
+                signal_copies(&shared()->full[place->slot]);
+            }
             step(place);
         }
 }
@@ -300,7 +304,7 @@ DEVICE void compute_product(
                             }
                         }
                     warp_sync();
-                    if (lane == 0) signal_arrive(&shared()->empty[place->slot], 1);
+                    if (lane == 0) signal_arrive(&shared()->empty[place->slot]);
                     step(place);
                 }
         }
@@ -538,14 +542,14 @@ DEVICE void attend(Place *place, const Round *round, const Layer *layer) {
     for (int index = 0; index < shared()->most; index++)
         for (int other = 0; other < streams; other++) {
             if (index >= shared()->items[other].count) continue;
-            // Also for the others' slots: a warp that is more than a round ahead of a signal would misread it.
+            // All warps wait for and leave every slot: one that is more than a ring away from a signal would misread it.
             signal_wait(&shared()->full[place->slot], place->parity);
             if (other == stream) {
                 int left = shared()->starts[mine.sequence] - (mine.first + index) * KV_TOKENS;
                 attend_step(&softmax, round, ring_slot(place->slot), left);
                 warp_sync();
-                if (lane == 0) signal_arrive(&shared()->empty[place->slot], WARPS / tiles);
             }
+            if (lane == 0) signal_arrive(&shared()->empty[place->slot]);
             step(place);
         }
     if (mine.count > 0) end_softmax(&softmax, round, block_id() + num_blocks() * stream, tile);
@@ -719,10 +723,9 @@ DEVICE void consume(const Round *round) {
 KERNEL(THREADS) decoder_layers(const BY_VALUE Round round) {
     if (thread_id() == 0) {
         for (int slot = 0; slot < NUM_SLOTS; slot++) {
-            signal_init(&shared()->full[slot], 1);
+            signal_init(&shared()->full[slot], LANES);
             signal_init(&shared()->empty[slot], WARPS);
         }
-        signals_ready();
     }
     plan_items(&round);
     if (thread_id() < CONSUMERS) {
@@ -730,6 +733,6 @@ KERNEL(THREADS) decoder_layers(const BY_VALUE Round round) {
         consume(&round);
     } else {
         GIVE_REGISTERS(40);
-        if (thread_id() / LANES == PRODUCER) produce(&round);
+        produce(&round);
     }
 }

@@ -23,6 +23,7 @@ typedef struct {
 #define TAKE_REGISTERS(count)
 #define GIVE_REGISTERS(count)
 #define UNROLL_4
+#define UNROLL_8
 #define BY_VALUE
 #define NOTHING (-INFINITY)
 
@@ -49,10 +50,9 @@ typedef struct {
     char *stack;
 } Coroutine;
 
-// A signal in 8 bytes: arrivals still missing of the phase, its parity, bytes still missing.
+// A signal in 8 bytes: arrivals still missing of the phase, and how many a phase needs.
 typedef struct {
-    int16_t missing, arrivals;
-    int32_t parity_and_bytes;
+    int16_t missing, arrivals, parity, unused;
 } Signal;
 
 static Block emulated_blocks[MAX_BLOCKS];
@@ -90,15 +90,15 @@ DEVICE void part_sync(int threads) { meet_in(&emulated_blocks[running->block].pa
 
 static WarpExchange *my_warp(void) { return &emulated_blocks[running->block].warps[running->thread / WARP]; }
 DEVICE void warp_sync(void) { meet_in(&my_warp()->meeting, WARP); }
-DEVICE u32 exchange_xor(u32 value, int mask) {
+DEVICE u32 exchange_from(u32 value, int from) {
     WarpExchange *warp = my_warp();
-    int lane = running->thread % WARP;
-    warp->given[lane][0] = value;
+    warp->given[running->thread % WARP][0] = value;
     warp_sync();
-    u32 result = (u32)warp->given[lane ^ mask][0];
+    u32 result = (u32)warp->given[from][0];
     warp_sync();
     return result;
 }
+DEVICE u32 exchange_xor(u32 value, int mask) { return exchange_from(value, running->thread % WARP ^ mask); }
 
 DEVICE float as_float(u32 bits) {
     float value;
@@ -162,43 +162,26 @@ DEVICE uint4 load_matrices_transposed(const void *row) {
     return (uint4){result[0], result[1], result[2], result[3]};
 }
 
-enum { PARITY_BIT = 1 << 30 };
-
-static void signal_settle(Signal *signal) {
-    if (signal->missing == 0 && (signal->parity_and_bytes & ~PARITY_BIT) == 0) {
+DEVICE void signal_init(u64 *place, int arrivals) {
+    *(Signal *)place = (Signal){(int16_t)arrivals, (int16_t)arrivals, 0, 0};
+}
+DEVICE void signal_arrive(u64 *place) {
+    Signal *signal = (Signal *)place;
+    if (--signal->missing == 0) {
         signal->missing = signal->arrivals;
-        signal->parity_and_bytes ^= PARITY_BIT;
+        signal->parity ^= 1;
         idle_turns = 0;
     }
 }
-DEVICE void signal_init(u64 *place, int arrivals) {
-    *(Signal *)place = (Signal){(int16_t)arrivals, (int16_t)arrivals, 0};
-}
-DEVICE void signals_ready(void) {}
-DEVICE void signal_arrive(u64 *place, int count) {
-    Signal *signal = (Signal *)place;
-    signal->missing -= (int16_t)count;
-    if (signal->missing < 0) abort();
-    signal_settle(signal);
-}
-DEVICE void signal_expect(u64 *place, int bytes) {
-    Signal *signal = (Signal *)place;
-    signal->parity_and_bytes += bytes;
-    signal_arrive(place, 1);
-}
+DEVICE void signal_copies(u64 *place) { signal_arrive(place); }
 DEVICE void signal_wait(u64 *place, int parity) {
-    Signal *signal = (Signal *)place;
-    while (!!(signal->parity_and_bytes & PARITY_BIT) == parity) yield();
+    while (((Signal *)place)->parity == parity) yield();
 }
 DEVICE u64 policy_read_once(void) { return 0; }
-DEVICE void copy_to_shared(void *to, const void *from, int bytes, u64 *place, u64 policy) {
-    Signal *signal = (Signal *)place;
+DEVICE void copy_16(void *to, const void *from, u64 policy) {
     (void)policy;
-    if (bytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) abort();
-    memcpy(to, from, (size_t)bytes);
-    signal->parity_and_bytes -= bytes;
-    if ((signal->parity_and_bytes & ~PARITY_BIT) < 0) abort();
-    signal_settle(signal);
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16) abort();
+    memcpy(to, from, 16);
 }
 DEVICE void meet(u32 *counter, u32 goal) {
     ++*counter;

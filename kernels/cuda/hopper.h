@@ -13,6 +13,7 @@ typedef long long i64;
 #define TAKE_REGISTERS(count) asm volatile("setmaxnreg.inc.sync.aligned.u32 " #count ";")
 #define GIVE_REGISTERS(count) asm volatile("setmaxnreg.dec.sync.aligned.u32 " #count ";")
 #define UNROLL_4 _Pragma("unroll 4")
+#define UNROLL_8 _Pragma("unroll 8")
 #define BY_VALUE __grid_constant__
 #define NOTHING __int_as_float(0xff800000)  // the smallest score: minus infinity
 
@@ -29,6 +30,7 @@ DEVICE void block_sync(void) { __syncthreads(); }
 // A barrier of the first `threads` threads, apart from `block_sync`.
 DEVICE void part_sync(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 DEVICE void warp_sync(void) { __syncwarp(); }
+DEVICE u32 exchange_from(u32 value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE u32 exchange_xor(u32 value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
@@ -74,18 +76,12 @@ DEVICE uint4 load_matrices_transposed(const void *row) {
 DEVICE void signal_init(u64 *signal, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(signal)), "r"(arrivals) : "memory");
 }
-DEVICE void signals_ready(void) { asm volatile("fence.proxy.async;" ::: "memory"); }
-DEVICE void signal_arrive(u64 *signal, int count) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(shared_address(signal)),
-                 "r"(count)
-                 : "memory");
+DEVICE void signal_arrive(u64 *signal) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(signal)) : "memory");
 }
-// One arrival, and so many bytes that copies will bring.
-DEVICE void signal_expect(u64 *signal, int bytes) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
-                     shared_address(signal)),
-                 "r"(bytes)
-                 : "memory");
+// This thread arrives as soon as the copies that it has begun are complete.
+DEVICE void signal_copies(u64 *signal) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(signal)) : "memory");
 }
 DEVICE void signal_wait(u64 *signal, int parity) {
     asm volatile(
@@ -101,13 +97,11 @@ DEVICE u64 policy_read_once(void) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// A copy of adjacent bytes (a multiple of 16) into shared memory that counts towards `signal`.
-DEVICE void copy_to_shared(void *to, const void *from, int bytes, u64 *signal, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(signal)), "l"(policy)
-        : "memory");
+// Begins a copy of 16 bytes into shared memory.
+DEVICE void copy_16(void *to, const void *from, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "l"(policy)
+                 : "memory");
 }
 
 // Counts this block as arrived and waits until `goal` blocks are counted.
