@@ -14,7 +14,7 @@ from graftline.worker.options import CPU_TREE, GPU_TREE
 
 CHAIN = TreeShape(3, 1, 4)
 """Small enough for any model and head."""
-TREES = (CHAIN, TreeShape(5, 1, 6), TreeShape(4, 2, 8), TreeShape(5, 4, 16), TreeShape(6, 8, 32))
+TREES = (CHAIN, TreeShape(5, 1, 6), TreeShape(4, 2, 8), TreeShape(5, 4, 16), GPU_TREE, TreeShape(6, 8, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +73,8 @@ def usual_tree(device: str) -> TreeShape:
 
 
 def shape_name(tree: TreeShape | None) -> str:
-    """Such as "S4 K2 V8"; "plain" without a tree."""
-    return "plain" if tree is None else f"S{tree.depth} K{tree.branching} V{tree.nodes}"
+    """Such as "S4 K2 V8", or "S5 K4 V16, initial S7"; "plain" without a tree."""
+    if tree is None:
+        return "plain"
+    name = f"S{tree.depth} K{tree.branching} V{tree.nodes}"
+    return name if tree.initial_depth is None else f"{name}, initial S{tree.initial_depth}"

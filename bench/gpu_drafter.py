@@ -175,7 +175,7 @@ def _growth(config: EngineConfig, model: TargetModel, context: int) -> Callable[
         device=device,
     )
     pool.data.normal_()
-    drafter = Drafter(layer, pool, config.tree)
+    drafter = Drafter(layer, pool, config.grown_tree)
     activations = torch.float32 if device.type == "cpu" else dtype
     output = torch.randn(1, layer.config.hidden_size, device=device).to(activations)
     pages = list(range(-(-context // config.page_size) + 1))

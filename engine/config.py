@@ -52,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_running: request slots.
         max_queued: waiting requests beyond which new ones are refused.
         chunk_tokens: most prompt tokens of one prefill step.
-        tree: shape of the draft trees.
+        tree: shape of the draft trees; a decode takes initial trees as deep as it says, cuts deeper ones off.
         real_trees: a prefill grows trees (else root-only).
         prefix_cache: a prefill keeps the KV of finished prompts for later ones; off for models with recurrent state.
         verify_state: what a decode keeps of draft nodes, of models with recurrent state.
@@ -124,6 +124,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("devices", f"{self.devices} are of different kinds")
         if self.tree.speculates and self.draft_head is None:
             raise InvalidRequestError("draft_head", f"a tree of {self.tree.nodes} nodes needs a draft head")
+
+    @property
+    def grown_tree(self) -> TreeShape:
+        """The trees that this worker grows: a prefill those of first rounds, a decode those of all others."""
+        return self.tree.initial if self.role is Role.PREFILL else self.tree
 
     @property
     def rounds_ahead(self) -> int:

@@ -342,10 +342,12 @@ class DecodeScheduler:
         request.deliver(DecodeFailed("the KV that arrived is not what was sent", DecodeFailure.KV_DIFFERS))
 
     def _usable(self, tree: DraftTree, first_token: Token) -> DraftTree:
-        """The tree a peer sent, if it is one for this first token and this model; any tree keeps output exact."""
+        """The tree a peer sent as deep as rounds take it, if it is one for this first token and this model; any tree
+        keeps output exact.
+        """
         fits = tree.tokens[0] == first_token.token_id and tree.num_nodes <= self._config.tree.nodes
         if fits and all(0 <= token_id < self._vocab_size for token_id in tree.tokens):
-            return tree
+            return tree.pruned(self._config.tree.longest_path_len - 1)
         logger.warning("a draft tree of %d nodes is not for this model: it is left out", tree.num_nodes)
         return DraftTree.root_only(first_token.token_id)
 
@@ -426,7 +428,7 @@ class DecodeScheduler:
     def _pages_ahead(self, request: DecodeRequest) -> int:
         """Pages for a round behind those under way, all of whose drafts may be accepted."""
         tree = self._config.tree
-        slots = request.committed + len(request.launched) * tree.path_len
+        slots = request.committed + request.most_under_way(tree.path_len)
         nodes = tree.nodes if request.in_flight else request.next_tree().num_nodes
         return num_pages_for(slots + nodes, self._config.page_size)
 

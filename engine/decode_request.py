@@ -102,6 +102,14 @@ class DecodeRequest:
         by_limit = self.limit_len - (self.committed + 1)
         return min(self.request.stopping.max_tokens - self.output_len, by_limit)
 
+    def most_under_way(self, path_len: int) -> int:
+        """Most tokens that the rounds under way may emit.
+
+        Args:
+            path_len: most that one emits which verifies what the one before it leaves.
+        """
+        return sum(path_len if nodes is None else 1 + self.next_tree().depth for nodes in self.launched)
+
     def max_depth(self) -> int:
         """Depth below which drafts are of no use: a round emits at most depth + 1 tokens."""
         return max(0, self.remaining() - 1)

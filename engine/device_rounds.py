@@ -238,7 +238,7 @@ class DeviceRounds:
         hidden: Tensor,
         features: Sequence[Tensor],
     ) -> Tensor:
-        """Makes the drafter's rows of the accepted path final: [sequences * (S + 1), hidden] outputs."""
+        """Makes the drafter's rows of the accepted path final: [sequences * path_len, hidden] outputs."""
         columns = feature_columns(drafter.layer.feature_layers, features, lambda: self._model.final_norm(hidden))
         batch = TreeBatch(
             positions=walked.positions,

@@ -111,7 +111,7 @@ def draft_geometry(config: EngineConfig, head: DraftHeadConfig) -> KvGeometry:
 
 def draft_scratch_pages(config: EngineConfig) -> int:
     """Scratch pages behind the drafter's: enough to grow trees for every running request at once."""
-    return scratch_pages_for(config.tree, config.page_size, config.max_running)
+    return scratch_pages_for(config.grown_tree, config.page_size, config.max_running)
 
 
 def state_geometry(config: EngineConfig, model: ModelConfig, stage: int) -> StateGeometry | None:

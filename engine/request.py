@@ -153,6 +153,11 @@ class DraftTree:
             depths[node] = depths[parent] + 1
         return tuple(depths)
 
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return max(self.depths())
+
     def pruned(self, max_depth: int) -> "DraftTree":
         """The nodes at most `max_depth` below the root, in their order."""
         depths = self.depths()

@@ -28,12 +28,12 @@ class RoundState:
         shape: of the trees.
 
     Attributes:
-        path_len: most tokens a round emits for a request.
+        path_len: most tokens a round emits for a request, the first one included.
     """
 
     def __init__(self, num_slots: int, max_len: int, shape: TreeShape, page_size: int, device: torch.device) -> None:
         self.shape = shape
-        self.path_len = shape.path_len
+        self.path_len = shape.longest_path_len
         self.page_size = page_size
         self.device = device
         self.padding_slot = num_slots

@@ -188,7 +188,7 @@ def _build_drafter(
         scratch_pages=draft_scratch_pages(config),
         device=device,
     )
-    return Drafter(_load_head(config, checkpoint, model, device, attention), pool, config.tree), pool
+    return Drafter(_load_head(config, checkpoint, model, device, attention), pool, config.grown_tree), pool
 
 
 def _load_head(

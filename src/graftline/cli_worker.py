@@ -62,6 +62,7 @@ ENGINE_OPTIONS = (
     Option("draft_depth", int, "S: levels below the root; 0: by the kind of device.", _TREES, 0),
     Option("draft_branching", int, "K: children considered a node; 0: likewise.", _TREES, 0),
     Option("draft_nodes", int, "V: nodes with the root; 0: S + 1 for a chain, 2 S K for a tree.", _TREES, 0),
+    Option("initial_tree_depth", int, "S of the tree that a prefill grows; 0: by the kind of device, or S.", _TREES, 0),
     Option("initial_tree", InitialTree, "What a prefill grows for the first decode round.", _TREES),
     Option("stages", int, "Pipeline stages.", _PIPELINE, 1),
     Option("layer_split", str, "Layers of every stage (10,12,8), measured, weights, or auto.", _PIPELINE),

@@ -70,6 +70,7 @@ class ClusterSpec:
     draft_depth: int = 0
     draft_branching: int = 0
     draft_nodes: int = 0
+    initial_tree_depth: int = 0
     initial_tree: InitialTree = InitialTree.REAL
     dtype: str = "bfloat16"
     devices: str = CPU

@@ -70,6 +70,35 @@ def test_shapes_that_cannot_grow_are_refused(depth: int, branching: int, nodes: 
     assert refusal.value.field == field
 
 
+@pytest.mark.parametrize(("nodes", "initial_depth"), [(7, 0), (7, -1), (7, 65), (8, 2)])
+def test_initial_depths_that_cannot_grow_are_refused(nodes: int, initial_depth: int) -> None:
+    with pytest.raises(InvalidRequestError, match=str(nodes if initial_depth == 2 else initial_depth)) as refusal:
+        TreeShape(4, 2, nodes, initial_depth)
+    assert refusal.value.field == "initial_tree_depth"
+
+
+@pytest.mark.parametrize(
+    ("shape", "path_len", "longest"),
+    [
+        (TreeShape(1, 1, 1), 1, 1),
+        (TreeShape(3, 1, 4), 4, 4),
+        (TreeShape(5, 4, 16, 7), 6, 8),
+        (TreeShape(5, 4, 16, 2), 6, 6),
+        (TreeShape(5, 4, 4, 9), 4, 4),
+    ],
+)
+def test_a_path_is_as_long_as_the_deepest_tree(shape: TreeShape, path_len: int, longest: int) -> None:
+    """An initial tree counts too, and no path has more nodes than its tree."""
+    assert (shape.path_len, shape.longest_path_len) == (path_len, longest)
+
+
+def test_each_role_grows_trees_of_its_own_depth() -> None:
+    shape = TreeShape(5, 4, 16, 7)
+    assert config(role=Role.PREFILL, tree=shape).grown_tree == TreeShape(7, 4, 16)
+    assert config(role=Role.DECODE, tree=shape).grown_tree is shape
+    assert EngineConfig.from_json(config(tree=shape).to_json()).tree == shape
+
+
 @pytest.mark.parametrize(
     ("shape", "candidates", "scratch_rows"),
     [

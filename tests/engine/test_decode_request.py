@@ -51,6 +51,17 @@ def land(state: DecodeRequest, outcome: SegmentOutcome) -> tuple[tuple[Token, ..
     return state.apply(outcome)
 
 
+def test_rounds_under_way_emit_as_much_as_their_trees_are_deep() -> None:
+    """Pages for a round launched ahead: the first tree may be deeper than those of rounds, or no tree at all."""
+    for tree, max_tokens, most in ((CHAIN, 100, 4), (DraftTree.root_only(20), 100, 1), (CHAIN, 3, 2)):
+        state = started(Stopping(max_tokens), tree=tree)
+        assert state.most_under_way(3) == 0
+        state.segment(state.next_tree().num_nodes, grow=True)
+        assert state.most_under_way(3) == most
+        state.carried_segment(grow=True)
+        assert state.most_under_way(3) == most + 3
+
+
 @pytest.mark.parametrize("offset", range(4))
 def test_eos_anywhere_in_an_accepted_run_ends_it_there(offset: int) -> None:
     """CASES S03, S38: nothing behind the end is emitted or counted as accepted."""

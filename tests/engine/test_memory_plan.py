@@ -96,6 +96,16 @@ def test_a_prefill_takes_no_verify_state_and_uses_the_room(published: ModelConfi
         assert (pages > 150_000) is more
 
 
+def test_scratch_is_that_of_the_trees_a_role_grows(published: ModelConfig) -> None:
+    """A prefill's trees may be deeper: more rows past the committed ones, of which a decode has no use."""
+    plain, deeper = TreeShape(5, 4, 16), TreeShape(5, 4, 16, initial_depth=9)
+    for role, grows in ((Role.PREFILL, True), (Role.DECODE, False)):
+        usual, deep = (planned(published, config(role, tree=tree)).stages[-1] for tree in (plain, deeper))
+        assert usual.draft_scratch_bytes > 0
+        assert (deep.draft_scratch_bytes > usual.draft_scratch_bytes) is grows
+        assert replace(deep, draft_scratch_bytes=usual.draft_scratch_bytes) == usual
+
+
 def test_a_stage_without_attention_has_no_pages(published: ModelConfig) -> None:
     memory = planned(published, config(Role.PREFILL, (3, 45)))
     assert memory.stages[0].target_kv_bytes == 0

@@ -42,7 +42,9 @@ def answers_of(
 
 
 @pytest.mark.parametrize("split", [(4,), (1, 3)], ids=len)
-@pytest.mark.parametrize("shape", [TreeShape(3, 1, 4), TreeShape(4, 2, 8), NO_SPECULATION], ids=str)
+@pytest.mark.parametrize(
+    "shape", [TreeShape(3, 1, 4), TreeShape(4, 2, 8), TreeShape(2, 2, 7, 5), NO_SPECULATION], ids=str
+)
 def test_tokens_and_trees_are_the_same(world: TinyWorld, shape: TreeShape, split: tuple[int, ...]) -> None:
     late, expected_trees = answers_of(world, shape, False, split)
     early, trees = answers_of(world, shape, True, split)

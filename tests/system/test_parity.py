@@ -13,6 +13,7 @@ from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 CHUNK = 16
 PAGE = 16
 SHAPES = (TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(4, 2, 8), NO_SPECULATION)
+DEEPER_FIRST = TreeShape(2, 2, 7, initial_depth=5)
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=20)
 # One token, a page and a chunk (both 16) and their neighbours, several chunks, and ends of pages of 1.
 LENGTHS = (1, 2, 7, PAGE - 1, PAGE, PAGE + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 5)
@@ -80,6 +81,14 @@ async def test_parity_in_bfloat16(world: TinyWorld, shape: TreeShape) -> None:
         chunk_tokens=CHUNK,
     )
     await assert_parity(spec, world.plain_bf16, shape.nodes)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("decode_split", [(4,), (3, 1)], ids=len)
+async def test_parity_with_deeper_first_trees(world: TinyWorld, decode_split: tuple[int, ...]) -> None:
+    """Stage processes and messages carry them like any other tree."""
+    spec = SystemSpec(world.plain.path, world.eagle3, DEEPER_FIRST, (1, 3), decode_split, chunk_tokens=CHUNK)
+    await assert_parity(spec, world.plain, len(decode_split))
 
 
 @pytest.mark.system

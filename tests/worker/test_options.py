@@ -64,7 +64,7 @@ def test_the_head_beside_the_model_is_found(options: EngineOptions, world: TinyW
 
 def test_trees_follow_the_kind_of_device(options: EngineOptions) -> None:
     assert tree_shape(options, "cpu") == TreeShape(3, 1, 4)
-    assert tree_shape(options, "cuda:1") == TreeShape(5, 4, 16)
+    assert tree_shape(options, "cuda:1") == TreeShape(5, 4, 16, initial_depth=7)
     assert tree_shape(replace(options, draft_nodes=3), "cuda:0") == TreeShape(3, 1, 3)
     assert tree_shape(replace(options, draft_depth=2), "cuda:0") == TreeShape(2, 1, 3)
 
@@ -72,8 +72,19 @@ def test_trees_follow_the_kind_of_device(options: EngineOptions) -> None:
 def test_tree_shapes(options: EngineOptions) -> None:
     tree = resolve_engine_config(replace(options, draft_depth=2, draft_branching=2), Role.DECODE).tree
     assert (tree.depth, tree.branching, tree.nodes) == (2, 2, 7)
+    assert tree.initial_depth is None
     root_only = resolve_engine_config(replace(options, initial_tree=InitialTree.ROOT_ONLY), Role.PREFILL)
     assert not root_only.real_trees
+
+
+def test_initial_trees_may_have_a_depth_of_their_own(options: EngineOptions) -> None:
+    given = replace(options, initial_tree_depth=6)
+    assert tree_shape(given, "cuda") == TreeShape(5, 4, 16, initial_depth=6)
+    assert tree_shape(given, "cpu") == TreeShape(3, 1, 4, initial_depth=6)
+    assert tree_shape(replace(given, draft_depth=4, draft_branching=2), "cpu") == TreeShape(4, 2, 15, initial_depth=6)
+    assert tree_shape(replace(given, draft_nodes=3), "cpu") == TreeShape(3, 1, 3, initial_depth=6)
+    for role in Role:
+        assert resolve_engine_config(given, role).tree.initial_depth == 6
 
 
 def test_memory_bounds_the_pages(options: EngineOptions) -> None:
@@ -92,6 +103,8 @@ def test_memory_bounds_the_pages(options: EngineOptions) -> None:
         ({"stages": 9}, "num_stages"),
         ({"dtype": "int8"}, "dtype"),
         ({"draft_nodes": 60}, "draft_nodes"),
+        ({"initial_tree_depth": 65}, "initial_tree_depth"),
+        ({"draft_depth": 4, "draft_branching": 2, "draft_nodes": 8, "initial_tree_depth": 2}, "initial_tree_depth"),
     ],
 )
 def test_what_does_not_fit_is_named(options: EngineOptions, changes: dict[str, object], field: str) -> None:

@@ -27,7 +27,7 @@ WEIGHTS = "weights"
 _MIB = 1 << 20
 _CPU_POOLS_MIB = 512
 CPU_TREE = TreeShape(3, 1, 4)
-GPU_TREE = TreeShape(5, 4, 16)
+GPU_TREE = TreeShape(5, 4, 16, initial_depth=7)
 
 
 class InitialTree(Enum):
@@ -49,6 +49,8 @@ class EngineOptions:
         draft_depth, draft_branching: 0: what was measured to pay on the workers' kind of device, see `tree_shape`.
         draft_nodes: 0: likewise; beside a depth or branching that was given, a chain has depth + 1 nodes, a tree
             2 * depth * branching (or all there can be).
+        initial_tree_depth: of the tree that a prefill grows for the first decode round; 0: likewise, or the depth that
+            was given.
         devices: "cpu", "auto", "cuda", "cuda:N" or a name for every stage; see `placement.stage_devices`.
         attention_backend: how planned steps attend; every stage settles "auto" for its own machine.
         stages: of the pipeline.
@@ -71,6 +73,7 @@ class EngineOptions:
     draft_depth: int = 0
     draft_branching: int = 0
     draft_nodes: int = 0
+    initial_tree_depth: int = 0
     initial_tree: InitialTree = InitialTree.REAL
     dtype: str = "bfloat16"
     devices: str = CPU
@@ -200,13 +203,16 @@ def tree_shape(options: EngineOptions, device: str) -> TreeShape:
     A row of a verify costs a CPU about as much as a token, and a GPU next to nothing (docs/results.md): chains there,
     trees here. Prefill and decode must agree, so workers on different kinds of device need an explicit shape.
     """
+    initial_depth = options.initial_tree_depth or None
     if not (options.draft_depth or options.draft_branching or options.draft_nodes):
-        return CPU_TREE if device == CPU else GPU_TREE
+        usual = CPU_TREE if device == CPU else GPU_TREE
+        return usual if initial_depth is None else msgspec.structs.replace(usual, initial_depth=initial_depth)
     depth, branching = options.draft_depth or 3, options.draft_branching or 1
     if options.draft_nodes:
-        return TreeShape(depth, branching, options.draft_nodes)
+        return TreeShape(depth, branching, options.draft_nodes, initial_depth)
     largest = TreeShape(depth, branching, 2).max_candidates + 1
-    return TreeShape(depth, branching, depth + 1 if branching == 1 else min(2 * depth * branching, largest))
+    nodes = depth + 1 if branching == 1 else min(2 * depth * branching, largest)
+    return TreeShape(depth, branching, nodes, initial_depth)
 
 
 def layer_split(
