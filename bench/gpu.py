@@ -177,7 +177,7 @@ SECTIONS = {
     "attention": Section(90.0, _attention),
     "speculation": Section(180.0, _speculation),
     "transformers": Section(260.0, _transformers),
-    "transfer": Section(100.0, _transfer),
+    "transfer": Section(80.0, _transfer),
     "drafter": Section(130.0, _drafter),
     "training": Section(130.0, _training),
     "hybrid": Section(120.0, _hybrid),

@@ -11,7 +11,7 @@ from graftline.engine.models.checkpoint import read_model_config
 GPU_PROMPTS = (1024, 16384, 65536)
 CPU_PROMPTS = (64, 128)
 # The KV of those prompts at 8B shapes is 128 MiB, 2 GiB and 8 GiB.
-_GPU_SIZES_MIB = (16, 128, 2048, 8192)
+_GPU_SIZES_MIB = (1, 4, 16, 64, 128, 256, 1024, 2048, 8192)
 _CPU_SIZES_MIB = (1, 2)
 _CHUNK_TOKENS = 2048
 

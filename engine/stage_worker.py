@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -35,10 +36,12 @@ from graftline.engine.plan import (
 from graftline.engine.process_memory import resident_bytes
 from graftline.engine.stage import Stage
 from graftline.engine.step_gate import StepGate
-from graftline.engine.transfer_port import TransferPort
+from graftline.engine.transfer_port import Sending, TransferPort
 from graftline.errors import PeerUnavailableError
 
 logger = logging.getLogger(__name__)
+
+_MOST_SENDS = 16  # orders that are given to the port together
 
 
 class SharedSender:
@@ -59,6 +62,7 @@ class _Orders:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Control] = queue.SimpleQueue()
+        self._next: Control | None = None
         self._num_begun = 0
         self._is_obeying = False
         self._seen = 0
@@ -71,10 +75,22 @@ class _Orders:
     def take(self) -> Control:
         """The next message, as long as it takes; the one before is done with."""
         self._is_obeying = False
-        message = self._waiting.get()
+        message, self._next = self._next or self._waiting.get(), None
         self._num_begun += 1
         self._is_obeying = True
         return message
+
+    def take_sends(self, first: SendOrder) -> list[SendOrder]:
+        """An order, and those behind it that have come already, up to a message of another kind."""
+        sends = [first]
+        with suppress(queue.Empty):
+            while len(sends) < _MOST_SENDS:
+                message = self._waiting.get_nowait()
+                if not isinstance(message, SendOrder):
+                    self._next = message
+                    break
+                sends.append(message)
+        return sends
 
     def beat(self) -> int:
         """A heartbeat came: how many have, since the message was begun that is being obeyed."""
@@ -237,7 +253,8 @@ class StageWorker:
             message = self._orders.take()
             match message:
                 case SendOrder():
-                    self._port.send(message, self._ready(message), self._done)
+                    orders = self._orders.take_sends(message)
+                    self._port.send([Sending(order, self._ready(order), self._done) for order in orders])
                 case DigestUnits(check=check, units=units):
                     self._reports.send(DigestDone(check, self._index, self._port.digest(units)))
                 case CancelSends(owner=owner):

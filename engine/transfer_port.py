@@ -25,8 +25,24 @@ class StagePools:
     states: StatePool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """An order to a port.
+
+    Attributes:
+        ready: waits up to so many seconds for the data; False means not yet.
+        done: called exactly once, from any thread.
+    """
+
+    order: SendOrder
+    ready: Callable[[float], bool]
+    done: Callable[[SendDone], None]
+
+
 class TransferPort(Protocol):
-    """One stage's way to other workers' memory. All methods are thread-safe and return at once."""
+    """One stage's way to other workers' memory. All methods are thread-safe; `send` returns within milliseconds, the
+    others, but for `digest`, at once.
+    """
 
     def open(self, pools: StagePools) -> bytes:
         """Registers the pools.
@@ -41,12 +57,10 @@ class TransferPort(Protocol):
     def forget(self, peer: str) -> None:
         """Drops a peer and what is queued for it."""
 
-    def send(self, order: SendOrder, ready: Callable[[float], bool], done: Callable[[SendDone], None]) -> None:
-        """Queues an order.
+    def send(self, sendings: Sequence[Sending]) -> None:
+        """Takes orders, carried out in their order. Those whose data are there may have been answered already then.
 
-        Args:
-            ready: waits up to so many seconds for the data; False means not yet.
-            done: called exactly once, from any thread.
+        Called by a thread whose current GPU is the pools'.
         """
 
     def cancel(self, owner: str) -> None:
@@ -72,9 +86,11 @@ class NoTransfer:
     def forget(self, peer: str) -> None:
         """See `TransferPort`."""
 
-    def send(self, order: SendOrder, ready: Callable[[float], bool], done: Callable[[SendDone], None]) -> None:
+    def send(self, sendings: Sequence[Sending]) -> None:
         """See `TransferPort`."""
-        done(SendDone(order.order, 0, 0, 0.0, error="this stage has no transfer layer", drained=True))
+        for sending in sendings:
+            error = "this stage has no transfer layer"
+            sending.done(SendDone(sending.order.order, 0, 0, 0.0, error=error, drained=True))
 
     def cancel(self, owner: str) -> None:
         """See `TransferPort`."""

@@ -5,8 +5,9 @@ splits may differ between the two sides, and joins what lies side by side on bot
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import add, eq
 from typing import NamedTuple
 
 from graftline.errors import IncompatibleError, InvalidRequestError
@@ -83,25 +84,32 @@ class CopyPlanner:
         written = {targets[buffer.key][0].session_id for buffer in self._source.buffers}
         return tuple(session_id for session_id in self._destination.session_ids if session_id in written)
 
-    def plan(self, kinds: AbstractSet[BufferKind], units: Sequence[tuple[int, int]]) -> dict[str, list[Copy]]:
-        """The copies for some units, by destination session; sessions without copies are left out.
+    def sessions(self, kinds: frozenset[BufferKind]) -> tuple[str, ...]:
+        """The sessions that get a part of the buffers of some kinds, in no special order.
 
         Args:
-            kinds: which buffers to move; all of them have the same kind of unit (pages, or slots).
-            units: (id here, id at the peer), in order of position; no peer id twice.
+            kinds: all of them have the same kind of unit (pages, or slots).
+        """
+        return tuple(self._segments_of(kinds))
+
+    def plan(self, session_id: str, kinds: frozenset[BufferKind], units: Sequence[tuple[int, int]]) -> list[Copy]:
+        """The copies for some units into one session.
+
+        Args:
+            session_id: one of `sessions(kinds)`.
+            kinds: which buffers to move.
+            units: (id here, id at the peer), in order of position; at least one, and no peer id twice.
 
         Raises:
             InvalidRequestError: an id of the peer that its pool does not have, or one that is repeated.
         """
-        if not units:
-            return {}
-        segments = self._segments_of(frozenset(kinds))
+        segments = self._segments_of(kinds)[session_id]
         runs = _runs(units)
         _require_distinct(runs)
-        return {
-            session_id: [copy for segment in session for copy in _copies(segment, runs)]
-            for session_id, session in segments.items()
-        }
+        copies: list[Copy] = []
+        for segment in segments:
+            copies += _copies(segment, runs)
+        return copies
 
     def _segments_of(self, kinds: frozenset[BufferKind]) -> dict[str, tuple[_Segment, ...]]:
         found = self._segments.get(kinds)
@@ -191,58 +199,77 @@ def _joined(segments: Iterable[_Segment]) -> Iterator[_Segment]:
         yield current
 
 
-class _Run(NamedTuple):
-    """Units that follow each other on both sides."""
+class _Runs(NamedTuple):
+    """Units that follow each other on both sides: `lengths[i]` of them from `srcs[i]` here and `dsts[i]` there on."""
 
-    src: int
-    dst: int
-    length: int
+    srcs: Sequence[int]
+    dsts: Sequence[int]
+    lengths: Sequence[int]
+
+    @property
+    def as_units(self) -> "_Runs":
+        """The same as runs of one unit each."""
+        if max(self.lengths) == 1:
+            return self
+        steps = [range(length) for length in self.lengths]
+        srcs = [src + step for src, run in zip(self.srcs, steps, strict=True) for step in run]
+        dsts = [dst + step for dst, run in zip(self.dsts, steps, strict=True) for step in run]
+        return _Runs(srcs, dsts, [1] * len(srcs))
 
 
-def _runs(units: Sequence[tuple[int, int]]) -> list[_Run]:
+def _runs(units: Sequence[tuple[int, int]]) -> _Runs:
     """The units as runs, in order: with a large handoff, looking at each unit once is what planning costs."""
-    runs: list[_Run] = []
-    first_src, first_dst = next_src, next_dst = units[0]
-    for src, dst in units:
-        if src != next_src or dst != next_dst:
-            runs.append(_Run(first_src, first_dst, next_src - first_src))
-            first_src, first_dst = src, dst
-        next_src, next_dst = src + 1, dst + 1
-    runs.append(_Run(first_src, first_dst, next_src - first_src))
-    return runs
+    num_units = len(units)
+    first_src, first_dst = units[0]
+    last_src, last_dst = units[-1]
+    if last_src - first_src == last_dst - first_dst == num_units - 1:
+        whole = zip(range(first_src, last_src + 1), range(first_dst, last_dst + 1), strict=True)
+        if all(map(eq, units, whole)):
+            return _Runs((first_src,), (first_dst,), (num_units,))
+    starts = [
+        index
+        for index, ((last_src, last_dst), (src, dst)) in enumerate(pairwise(units), 1)
+        if src != last_src + 1 or dst != last_dst + 1
+    ]
+    starts.insert(0, 0)
+    lengths = [end - start for start, end in pairwise([*starts, num_units])]
+    heads = [units[start] for start in starts]
+    return _Runs([src for src, _ in heads], [dst for _, dst in heads], lengths)
 
 
-def _require_distinct(runs: Sequence[_Run]) -> None:
+def _require_distinct(runs: _Runs) -> None:
+    if len(runs.dsts) == 1:
+        return
     end: int | None = None
-    for run in sorted(runs, key=lambda run: run.dst):
-        if end is not None and run.dst < end:
-            raise InvalidRequestError("destination units", f"{run.dst} is repeated")
-        end = run.dst + run.length
+    for dst, length in sorted(zip(runs.dsts, runs.lengths, strict=True)):
+        if end is not None and dst < end:
+            raise InvalidRequestError("destination units", f"{dst} is repeated")
+        end = dst + length
 
 
-def _copies(segment: _Segment, runs: Sequence[_Run]) -> Iterator[Copy]:
+def _copies(segment: _Segment, runs: _Runs) -> list[Copy]:
     """One copy a run when the segment fills its units, else one a unit."""
-    for run in runs:
-        _require_run(segment, run)
-        if segment.spans_units:
-            yield _copy(segment, run.src, run.dst, run.length)
-        else:
-            for index in range(run.length):
-                yield _copy(segment, run.src + index, run.dst + index, 1)
-
-
-def _copy(segment: _Segment, src: int, dst: int, num_units: int) -> Copy:
-    return Copy(
-        segment.src_base + src * segment.src_stride,
-        segment.dst_base + dst * segment.dst_stride,
-        segment.num_bytes * num_units,
+    _require_runs(segment, runs)
+    if not segment.spans_units:
+        runs = runs.as_units
+    src_base, src_stride, dst_base, dst_stride = (
+        segment.src_base,
+        segment.src_stride,
+        segment.dst_base,
+        segment.dst_stride,
     )
+    num_bytes = segment.num_bytes
+    return [
+        Copy(src_base + src * src_stride, dst_base + dst * dst_stride, num_bytes * length)
+        for src, dst, length in zip(runs.srcs, runs.dsts, runs.lengths, strict=True)
+    ]
 
 
-def _require_run(segment: _Segment, run: _Run) -> None:
-    last_src, last_dst = run.src + run.length - 1, run.dst + run.length - 1
-    assert 0 <= run.src <= last_src < segment.src_units, (
-        f"source units {run.src}..{last_src} are outside [0, {segment.src_units})"
+def _require_runs(segment: _Segment, runs: _Runs) -> None:
+    first_src, last_src = min(runs.srcs), max(map(add, runs.srcs, runs.lengths)) - 1
+    assert 0 <= first_src <= last_src < segment.src_units, (
+        f"source units {first_src}..{last_src} are outside [0, {segment.src_units})"
     )
-    if not 0 <= run.dst <= last_dst < segment.dst_units:
-        raise InvalidRequestError("destination units", f"{run.dst}..{last_dst} are outside [0, {segment.dst_units})")
+    first_dst, last_dst = min(runs.dsts), max(map(add, runs.dsts, runs.lengths)) - 1
+    if not 0 <= first_dst <= last_dst < segment.dst_units:
+        raise InvalidRequestError("destination units", f"{first_dst}..{last_dst} are outside [0, {segment.dst_units})")

@@ -14,7 +14,7 @@ from enum import Enum
 
 from graftline.errors import InvalidRequestError, TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
-from graftline.kv_transfer.transport import Transport
+from graftline.kv_transfer.transport import GroupedWrite, OneByOne, Transport, WriteGroup
 
 _FAULT = re.compile(r"(?P<kind>[a-z]+)(:(?P<seconds>\d+(\.\d+)?)s)?@(?P<every>/)?(?P<write>\d+|\*)")
 
@@ -129,6 +129,10 @@ class FaultTransport:
         else:
             self._inner.write(session_id, copies, deadline_s)
             self._inner.write(session_id, [self._spoiled_byte(copy) for copy in copies[:1]], deadline_s)
+
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+        """See `Transport`; writes are counted one by one."""
+        return OneByOne(self.write, session_id, writes)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""

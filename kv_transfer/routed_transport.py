@@ -13,7 +13,7 @@ from graftline.errors import IncompatibleError, PeerUnavailableError
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.layout import StageLayout, WorkerLayout
 from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath, choose_path
-from graftline.kv_transfer.transport import Transport
+from graftline.kv_transfer.transport import GroupedWrite, Transport, WriteGroup
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,10 @@ class RoutedTransport:
     def write(self, session_id: str, copies: Sequence[Copy], deadline_s: float) -> None:
         """See `Transport`."""
         self._way_to(session_id).write(session_id, copies, deadline_s)
+
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+        """See `Transport`."""
+        return self._way_to(session_id).begin(session_id, writes)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""

@@ -3,13 +3,13 @@
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graftline.errors import GraftlineError
 from graftline.kv_transfer.copy_plan import Copy
 
 
-@dataclass(frozen=True, slots=True)
-class TransferOutcome:
+class TransferOutcome(NamedTuple):
     """How one job ended.
 
     Args:

@@ -1,14 +1,17 @@
 """Runs transfers beside the compute loop: a bounded queue and one thread for every peer session.
 
-It does not know requests or pages; an owner is any hashable. A slow peer holds up its own queue only.
+It does not know requests or pages; an owner is any hashable. A slow peer holds up its own queue only. Jobs that are
+ready together make one group of the transport. Changing threads takes longer than copying some megabytes from GPU to
+GPU, so whoever submits to an idle session begins the group, and sees it through if that takes no more than a moment.
 """
 
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from graftline.errors import (
     CancelledRequestError,
@@ -18,27 +21,68 @@ from graftline.errors import (
     PeerUnavailableError,
     TransferFailedError,
 )
+from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.transfer_job import TransferJob, TransferOutcome
-from graftline.kv_transfer.transport import Transport
+from graftline.kv_transfer.transport import Transport, WriteGroup
 
 _LOG = logging.getLogger(__name__)
-_READY_SLICE_S = 0.05  # how soon a job that waits for its data notices a cancel
+_READY_SLICE_S = 0.05  # how soon a job that waits for its data notices that it was dropped
+_MOMENT_S = 0.002  # how long `submit` may go on with what it began
+MAX_GROUP_JOBS = 16
+"""Jobs that make a group at most: a session's turn is held for all of them."""
+
+
+class _Run:
+    """A job whose turn has come; its transport's `GroupedWrite`."""
+
+    __slots__ = ("_worker", "copies", "deadline_s", "dropped", "job", "lane", "started")
+
+    def __init__(self, worker: "TransferWorker", lane: "_Lane", job: TransferJob) -> None:
+        self._worker = worker
+        self.lane = lane
+        self.job = job
+        self.deadline_s = job.deadline_s
+        self.copies: Sequence[Copy] = ()
+        self.started = False
+        self.dropped = False
+
+    def start(self) -> Sequence[Copy] | None:
+        """See `GroupedWrite`."""
+        return self._worker._start(self)
+
+    def end(self, error: GraftlineError | None, seconds: float) -> None:
+        """See `GroupedWrite`."""
+        if error is None:
+            num_bytes = sum([copy.num_bytes for copy in self.copies])
+            outcome = TransferOutcome(None, drained=True, num_bytes=num_bytes, seconds=seconds)
+        else:
+            drained = not isinstance(error, TransferFailedError) or error.drained
+            outcome = TransferOutcome(error, drained, seconds=seconds)
+        self._worker._end(self, outcome)
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One session's queue. Guarded by the worker's lock."""
+    """One session's queue. Guarded by the worker's lock.
+
+    Attributes:
+        running: jobs whose turn has come, in order: one waits for its data, or all of a group are being written.
+        driven: a thread sees to `running`; nobody else may.
+        handed: a group that a submitter began, for the lane's thread to finish.
+        retired: taken out of the worker: the thread ends.
+    """
 
     session_id: str
     work: threading.Condition
     jobs: deque[TransferJob] = field(default_factory=deque)
-    running: TransferJob | None = None
-    stop_running: bool = False  # the running job should not start to write
-    retired: bool = False  # taken out of the worker: the thread ends
+    running: list[_Run] = field(default_factory=list)
+    driven: bool = False
+    handed: WriteGroup | None = None
+    retired: bool = False
 
     @property
     def idle(self) -> bool:
-        return self.running is None and not self.jobs
+        return not (self.driven or self.running or self.jobs)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,14 +94,14 @@ class _Watch:
 
 
 class TransferWorker:
-    """Queues and runs jobs; all methods are thread-safe and none but `close` and `wait_idle` blocks.
+    """Queues and runs jobs; all methods are thread-safe and none but `close` and `wait_idle` blocks for long.
 
     Args:
         transport: what carries the bytes.
         max_queued_jobs: jobs that may wait for one session.
         max_peers: sessions that may have a thread at a time.
         idle_s: a session without jobs for this long gives its thread back.
-        enter_thread: called first in every thread: GPUs have a current one for each thread.
+        enter_thread: called first in every thread: GPUs have a current one for each thread. Who submits has done so.
     """
 
     def __init__(
@@ -76,7 +120,7 @@ class TransferWorker:
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)  # signalled when a job or a lane ends
         self._lanes: dict[str, _Lane] = {}
-        self._open: Counter[Hashable] = Counter()  # jobs of an owner whose end was not reported yet
+        self._open: dict[Hashable, int] = {}  # jobs of an owner whose end was not reported yet
         self._watches: dict[Hashable, list[_Watch]] = {}
         self._closed = False
 
@@ -90,7 +134,7 @@ class TransferWorker:
     def num_running(self) -> int:
         """Jobs that write or wait for their data."""
         with self._lock:
-            return sum(lane.running is not None for lane in self._lanes.values())
+            return sum(len(lane.running) for lane in self._lanes.values())
 
     @property
     def num_peers(self) -> int:
@@ -99,22 +143,34 @@ class TransferWorker:
             return len(self._lanes)
 
     def submit(self, *jobs: TransferJob) -> None:
-        """Queues jobs for different sessions: all of them, or none. They run beside each other.
+        """Queues jobs: all of them, or none. Those of different sessions run beside each other.
+
+        When all are ready and their sessions have nothing else to do, they are begun here, and what is copied within a
+        moment has ended, and its `done` was called, when this returns.
 
         Raises:
             OutOfCapacityError: a session's queue is full, or too many sessions are in use; no `done` is called.
             PeerUnavailableError: the worker is closed; no `done` is called.
         """
+        may_begin = len(jobs) <= MAX_GROUP_JOBS and all(map(_is_ready, jobs))
         with self._lock:
             if self._closed:
                 raise PeerUnavailableError("the transfer worker is closed")
             lanes = self._enqueue(jobs)
-            for job, lane in zip(jobs, lanes, strict=True):
-                self._open[job.owner] += 1
-                lane.work.notify()
+            for job in jobs:
+                self._open[job.owner] = self._open.get(job.owner, 0) + 1
+            claimed = []
+            for lane in dict.fromkeys(lanes):
+                if may_begin and not (lane.driven or lane.running) and len(lane.jobs) == lanes.count(lane):
+                    self._take_turn(lane, len(lane.jobs))
+                    claimed.append(lane)
+                else:
+                    lane.work.notify()
+        if claimed:
+            self._begin(claimed)
 
     def cancel(self, owner: Hashable, ended: Callable[[bool], None]) -> None:
-        """Drops the owner's queued jobs; one that writes goes on to its end, since a write cannot be taken back.
+        """Drops the owner's jobs of which nothing was written; others go on, since a write cannot be taken back.
 
         Args:
             owner: jobs that it submits later are not affected.
@@ -122,19 +178,14 @@ class TransferWorker:
         """
         with self._lock:
             dropped = self._take(lambda job: job.owner == owner)
-            for lane in self._lanes.values():
-                lane.stop_running |= lane.running is not None and lane.running.owner == owner
             self._watches.setdefault(owner, []).append(_Watch(ended))
-            idle = not self._open[owner]
-            watches = self._watches.pop(owner) if idle else []
-            if idle:
-                del self._open[owner]
+            watches = [] if owner in self._open else self._watches.pop(owner)
         for watch in watches:
             watch.ended(watch.drained)
         self._drop(dropped, CancelledRequestError("the transfer was cancelled"))
 
     def forget_peer(self, session_id: str) -> None:
-        """The peer is gone: its queued jobs fail, and the transport lets go of what it remembers."""
+        """The peer is gone: jobs of which nothing was written fail, and the transport forgets what it remembers."""
         with self._lock:
             dropped = self._take(lambda job: job.session_id == session_id)
         self._drop(dropped, PeerUnavailableError(f"{session_id} is gone"))
@@ -154,7 +205,6 @@ class TransferWorker:
             self._closed = True
             dropped = self._take(lambda job: True)
             for lane in self._lanes.values():
-                lane.stop_running = True
                 lane.work.notify()
         self._drop(dropped, PeerUnavailableError("the transfer worker is closing"))
         with self._lock:
@@ -205,9 +255,13 @@ class TransferWorker:
         self._quiet.notify_all()
 
     def _take(self, wanted: Callable[[TransferJob], bool]) -> list[TransferJob]:
-        """Takes queued jobs out of all lanes."""
+        """Takes jobs out of all lanes of which nothing was written."""
         taken: list[TransferJob] = []
         for lane in self._lanes.values():
+            for run in [run for run in lane.running if not run.started and wanted(run.job)]:
+                run.dropped = True
+                lane.running.remove(run)
+                taken.append(run.job)
             taken += [job for job in lane.jobs if wanted(job)]
             lane.jobs = deque(job for job in lane.jobs if not wanted(job))
         return taken
@@ -223,76 +277,167 @@ class TransferWorker:
         except Exception:
             _LOG.exception("a transfer's done callback failed")
         with self._lock:
-            watches = self._watches.get(job.owner, [])
+            watches = self._watches.get(job.owner, ())
             for watch in watches:
                 watch.drained &= outcome.drained
-            self._open[job.owner] -= 1
-            if self._open[job.owner]:
+            left = self._open.pop(job.owner) - 1
+            if left:
+                self._open[job.owner] = left
                 return
-            del self._open[job.owner]
             self._watches.pop(job.owner, None)
-            self._quiet.notify_all()
+            if not self._open:
+                self._quiet.notify_all()
         for watch in watches:
             watch.ended(watch.drained)
+
+    # --- a job's turn --------------------------------------------------------------------------------------------
+
+    def _take_turn(self, lane: _Lane, count: int) -> None:
+        """The first queued jobs' turn has come, and the calling thread drives the lane."""
+        lane.running += [_Run(self, lane, lane.jobs.popleft()) for _ in range(count)]
+        lane.driven = True
+
+    def _start(self, run: _Run) -> Sequence[Copy] | None:
+        """A job's copies, now that they are to be written; None when it was dropped, or has failed."""
+        with self._lock:
+            if run.dropped:
+                return None
+            run.started = True
+        job = run.job
+        try:
+            if time.monotonic() >= job.deadline_s:
+                raise _too_late()
+            run.copies = job.build_copies()
+        except GraftlineError as error:
+            self._end(run, TransferOutcome(error, drained=True))
+            return None
+        except Exception as error:
+            _LOG.exception("a transfer could not be planned")
+            self._end(run, TransferOutcome(InternalError(f"planning a transfer: {error!r}"), drained=True))
+            return None
+        return run.copies
+
+    def _end(self, run: _Run, outcome: TransferOutcome) -> None:
+        with self._lock:
+            if run.dropped:
+                return
+            run.lane.running.remove(run)
+        self._finish(run.job, outcome)
+
+    def _break(self, lane: _Lane, error: Exception) -> None:
+        """The transport broke: what it had begun has failed, what it had not is written by another group."""
+        _LOG.error("a transport broke", exc_info=error)
+        with self._lock:
+            begun = [run for run in lane.running if run.started] or list(lane.running)
+            waiting = [run for run in lane.running if run not in begun]
+            for run in waiting:
+                run.dropped = True
+                lane.running.remove(run)
+            lane.jobs.extendleft(run.job for run in reversed(waiting))
+        for run in begun:
+            self._end(run, TransferOutcome(InternalError(f"writing: {error!r}"), drained=not run.started))
+
+    # --- the submitter's thread ----------------------------------------------------------------------------------
+
+    def _begin(self, lanes: list[_Lane]) -> None:
+        """Begins the groups of some lanes, waits a moment for them, and hands on what takes longer."""
+        until_s = time.monotonic() + _MOMENT_S
+        groups = [self._transport.begin(lane.session_id, tuple(lane.running)) for lane in lanes]
+        if len(lanes) > 1:  # beside each other: all are submitted before any is waited for
+            for lane, group in zip(lanes, groups, strict=True):
+                self._advance(lane, group, 0.0)
+        for lane, group in zip(lanes, groups, strict=True):
+            ended = self._advance(lane, group, until_s)
+            with self._lock:
+                lane.driven = not ended
+                lane.handed = None if ended else group
+                if lane.handed or lane.jobs or self._closed:
+                    lane.work.notify()
+
+    def _advance(self, lane: _Lane, group: WriteGroup, until_s: float) -> bool:
+        try:
+            return group.advance(until_s)
+        except Exception as error:
+            self._break(lane, error)
+            return True
 
     # --- a lane's thread -----------------------------------------------------------------------------------------
 
     def _run_lane(self, lane: _Lane) -> None:
         self._enter_thread()
-        while (job := self._next_job(lane)) is not None:
-            outcome = self._run(lane, job)
+        while self._await_work(lane):
+            try:
+                group = lane.handed or self._form_group(lane)
+                if group is not None:
+                    group.finish()
+            except Exception as error:
+                self._break(lane, error)
             with self._lock:
-                lane.running = None
-            self._finish(job, outcome)
+                lane.handed = None
+                lane.driven = False
 
-    def _next_job(self, lane: _Lane) -> TransferJob | None:
-        """The next job; None when the lane has been idle for long or the worker closes, and the lane is gone."""
-        with self._lock:
-            lane.work.wait_for(lambda: bool(lane.jobs) or self._closed or lane.retired, self._idle_s)
-            if not lane.jobs:
-                if not lane.retired:
-                    self._retire(lane)
-                return None
-            lane.running = lane.jobs.popleft()
-            lane.stop_running = False
-            return lane.running
+    def _await_work(self, lane: _Lane) -> bool:
+        """Waits for a group to finish, or for jobs, and drives the lane then.
 
-    def _run(self, lane: _Lane, job: TransferJob) -> TransferOutcome:
-        try:
-            self._await_data(lane, job)
-            copies = job.build_copies()
-        except GraftlineError as error:
-            return TransferOutcome(error, drained=True)
-        except Exception as error:
-            _LOG.exception("a transfer could not be planned")
-            return TransferOutcome(InternalError(f"planning a transfer: {error!r}"), drained=True)
-        start_s = time.monotonic()
-        try:
-            self._transport.write(job.session_id, copies, job.deadline_s)
-        except TransferFailedError as error:
-            return TransferOutcome(error, error.drained, seconds=time.monotonic() - start_s)
-        except GraftlineError as error:
-            return TransferOutcome(error, drained=True, seconds=time.monotonic() - start_s)
-        except Exception as error:
-            _LOG.exception("a transport broke")
-            return TransferOutcome(InternalError(f"writing: {error!r}"), drained=False)
-        num_bytes = sum(copy.num_bytes for copy in copies)
-        return TransferOutcome(None, drained=True, num_bytes=num_bytes, seconds=time.monotonic() - start_s)
-
-    def _await_data(self, lane: _Lane, job: TransferJob) -> None:
-        """Waits until the data is computed.
-
-        Raises:
-            CancelledRequestError: the owner was cancelled or the worker closes.
-            TransferFailedError: the deadline passed; nothing was written.
+        Returns:
+            False when the lane has been idle for long or the worker closes, and the lane is gone.
         """
-        ready = job.ready is None
-        while not lane.stop_running:
+        with self._lock:
+            while not lane.handed:
+                if lane.jobs and not lane.driven:
+                    self._take_turn(lane, 1)
+                    return True
+                if lane.retired or (self._closed and not lane.driven):
+                    break
+                if not lane.work.wait(self._idle_s) and lane.idle:
+                    break
+            else:
+                return True
+            if not lane.retired:
+                self._retire(lane)
+            return False
+
+    def _form_group(self, lane: _Lane) -> WriteGroup | None:
+        """The lane's next job, once its data is there, and those behind it whose data is there too."""
+        head = next(iter(lane.running), None)
+        if head is None or not self._await_data(head):
+            return None
+        with self._lock:
+            behind = list(islice(lane.jobs, MAX_GROUP_JOBS - 1))
+        if behind:
+            ready = set(takewhile(_is_ready, behind))
+            with self._lock:
+                still = sum(1 for _ in takewhile(ready.__contains__, lane.jobs))
+                self._take_turn(lane, still)
+        return self._transport.begin(lane.session_id, tuple(lane.running))
+
+    def _await_data(self, run: _Run) -> bool:
+        """Waits until the data is computed; whether it is, and the job still wanted."""
+        job = run.job
+        while not run.dropped:
             left_s = job.deadline_s - time.monotonic()
             if left_s <= 0:
-                raise TransferFailedError("the deadline passed before the write began", drained=True)
-            if ready:
-                return
-            assert job.ready is not None
-            ready = job.ready(min(_READY_SLICE_S, left_s))
-        raise CancelledRequestError("the transfer was cancelled")
+                self._end(run, TransferOutcome(_too_late(), drained=True))
+                return False
+            try:
+                if job.ready is None or job.ready(min(_READY_SLICE_S, left_s)):
+                    return True
+            except Exception as error:
+                _LOG.exception("a transfer could not wait for its data")
+                self._end(run, TransferOutcome(InternalError(f"waiting for data: {error!r}"), drained=True))
+                return False
+        return False
+
+
+def _is_ready(job: TransferJob) -> bool:
+    """Whether a job's data is there now; what asking raises, its own thread meets again."""
+    if job.ready is None:
+        return True
+    try:
+        return job.ready(0.0)
+    except Exception:
+        return False
+
+
+def _too_late() -> TransferFailedError:
+    return TransferFailedError("the deadline passed before the write began", drained=True)

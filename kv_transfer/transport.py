@@ -4,12 +4,52 @@ Copies reach a transport as bare addresses, so every local address is checked ag
 anything else sees it.
 """
 
+import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from graftline.errors import InvalidRequestError
+from graftline.errors import GraftlineError, InvalidRequestError
 from graftline.kv_transfer.copy_plan import Copy
+
+
+class GroupedWrite(Protocol):
+    """One of several writes to a peer that go out together."""
+
+    @property
+    def deadline_s(self) -> float:
+        """When to give up, on the `time.monotonic` clock."""
+
+    def start(self) -> Sequence[Copy] | None:
+        """Called once, before anything is written: copies into places of their own. The sources do not change.
+
+        None: it should not be written any more. Nothing else is called then.
+        """
+
+    def end(self, error: GraftlineError | None, seconds: float) -> None:
+        """Called once, maybe without `start`: None when all bytes are in the peer's memory.
+
+        Args:
+            error: as `Transport.write` raises it.
+            seconds: this write's share of the time in which the group was written.
+        """
+
+
+class WriteGroup(Protocol):
+    """Writes to one peer that a transport carries out, in their order. One thread at a time may call it."""
+
+    def advance(self, until_s: float) -> bool:
+        """Goes on without waiting for anything but copies that should have arrived by then.
+
+        Args:
+            until_s: when to return, on the `time.monotonic` clock; in the past: only submits.
+
+        Returns:
+            Whether all writes have ended. If not, `finish` must be called.
+        """
+
+    def finish(self) -> None:
+        """Goes on until all writes have ended, as long as it takes."""
 
 
 class Transport(Protocol):
@@ -39,6 +79,9 @@ class Transport(Protocol):
             TransferFailedError: not acknowledged. Unless `drained`, bytes may still land for a while.
         """
 
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+        """Several writes at once; one that fails leaves the others alone. The group is what does them."""
+
     def forget(self, session_id: str) -> None:
         """Drops what is remembered of a peer that is gone."""
 
@@ -46,12 +89,49 @@ class Transport(Protocol):
         """Waits (bounded) for the writes under way and lets go of the regions. Later writes fail."""
 
 
+class OneByOne:
+    """A `WriteGroup` of a transport that has nothing to gain from several writes at once.
+
+    Args:
+        write: see `Transport.write`.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str, Sequence[Copy], float], None],
+        session_id: str,
+        writes: Sequence[GroupedWrite],
+    ) -> None:
+        self._write = write
+        self._session_id = session_id
+        self._writes = writes
+
+    def advance(self, until_s: float) -> bool:
+        """See `WriteGroup`."""
+        return False
+
+    def finish(self) -> None:
+        """See `WriteGroup`."""
+        for write in self._writes:
+            copies = write.start()
+            if copies is not None:
+                start_s = time.monotonic()
+                error = self._error_of(copies, write.deadline_s)
+                write.end(error, time.monotonic() - start_s)
+
+    def _error_of(self, copies: Sequence[Copy], deadline_s: float) -> GraftlineError | None:
+        try:
+            self._write(self._session_id, copies, deadline_s)
+        except GraftlineError as error:
+            return error
+        return None
+
+
 class MemoryRegions:
-    """The registered regions of one process; a copy must lie inside a single one. Not thread-safe."""
+    """The registered regions of one process; a copy must lie inside a single one. One thread at a time may add."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._bounds: tuple[list[int], list[int]] = [], []  # starts and ends; replaced, never changed
 
     def add(self, address: int, num_bytes: int) -> None:
         """Adds [address, address + num_bytes).
@@ -61,18 +141,22 @@ class MemoryRegions:
         """
         if address <= 0 or num_bytes <= 0:
             raise InvalidRequestError("region", f"[{address:#x}, +{num_bytes}) is impossible")
-        index = bisect_right(self._starts, address)
-        after_previous = index == 0 or self._ends[index - 1] <= address
-        before_next = index == len(self._starts) or address + num_bytes <= self._starts[index]
+        starts, ends = self._bounds
+        index = bisect_right(starts, address)
+        after_previous = index == 0 or ends[index - 1] <= address
+        before_next = index == len(starts) or address + num_bytes <= starts[index]
         if not (after_previous and before_next):
             raise InvalidRequestError("region", f"[{address:#x}, +{num_bytes}) overlaps a registered one")
-        self._starts.insert(index, address)
-        self._ends.insert(index, address + num_bytes)
+        self._bounds = (
+            [*starts[:index], address, *starts[index:]],
+            [*ends[:index], address + num_bytes, *ends[index:]],
+        )
 
     def contains(self, address: int, num_bytes: int) -> bool:
         """Whether [address, address + num_bytes) lies inside one region."""
-        index = bisect_right(self._starts, address) - 1
-        return index >= 0 and num_bytes > 0 and address + num_bytes <= self._ends[index]
+        starts, ends = self._bounds
+        index = bisect_right(starts, address) - 1
+        return index >= 0 and num_bytes > 0 and address + num_bytes <= ends[index]
 
     def require_sources(self, copies: Sequence[Copy]) -> None:
         """Passes when every copy reads registered memory only.
@@ -80,12 +164,24 @@ class MemoryRegions:
         Raises:
             InvalidRequestError: names the first offender.
         """
+        if self._one_holds(copies):
+            return
         for copy in copies:
             if not self.contains(copy.src_address, copy.num_bytes):
                 place = f"[{copy.src_address:#x}, +{copy.num_bytes})"
                 raise InvalidRequestError("copy source", f"{place} is not in a registered region")
 
+    def _one_holds(self, copies: Sequence[Copy]) -> bool:
+        """Whether one region holds everything from the first to the last byte: for many copies the quick answer."""
+        if len(copies) == 1:
+            return self.contains(copies[0].src_address, copies[0].num_bytes)
+        if not copies or min([num_bytes for _, _, num_bytes in copies]) <= 0:
+            return False
+        first = min([address for address, _, _ in copies])
+        end = max([address + num_bytes for address, _, num_bytes in copies])
+        return self.contains(first, end - first)
+
     @property
     def starts(self) -> tuple[int, ...]:
         """The first address of every region."""
-        return tuple(self._starts)
+        return tuple(self._bounds[0])

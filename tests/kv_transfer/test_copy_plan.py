@@ -26,7 +26,8 @@ def move(source: Pools, destination: Pools, kinds: frozenset[BufferKind], units:
     """Carries out the plans of every source stage; returns the number of copies."""
     num_copies = 0
     for stage in source.layout.stages:
-        for copies in CopyPlanner(stage, destination.layout).plan(kinds, units).values():
+        planner = CopyPlanner(stage, destination.layout)
+        for copies in [planner.plan(session_id, kinds, units) for session_id in planner.sessions(kinds)]:
             for copy in copies:
                 ctypes.memmove(copy.dst_address, copy.src_address, copy.num_bytes)
             num_copies += len(copies)
@@ -122,7 +123,7 @@ def test_two_stages_to_one_write_their_own_layers_only() -> None:
     source, destination = page_major(split(keys, [6]), seed=1), page_major([keys], seed=2)
     before = destination.unit(keys[7], 5).copy()
     planner = CopyPlanner(source.layout.stages[0], destination.layout)
-    for copy in planner.plan(KV, [(2, 5)])["session-0"]:
+    for copy in planner.plan("session-0", KV, [(2, 5)]):
         ctypes.memmove(copy.dst_address, copy.src_address, copy.num_bytes)
     np.testing.assert_array_equal(destination.unit(keys[5], 5), source.unit(keys[5], 2))
     np.testing.assert_array_equal(destination.unit(keys[7], 5), before)
@@ -133,8 +134,8 @@ def test_only_sessions_that_get_something_are_planned() -> None:
     source, destination = page_major(split(keys, [2])), page_major(split(keys, [2, 6]))
     planners = [CopyPlanner(stage, destination.layout) for stage in source.layout.stages]
     assert [planner.session_ids for planner in planners] == [("session-0",), ("session-1", "session-2")]
-    assert planners[0].plan(KV, []) == {}
-    assert planners[0].plan(frozenset({BufferKind.DRAFT_K}), [(0, 0)]) == {}
+    assert [planner.sessions(KV) for planner in planners] == [("session-0",), ("session-1", "session-2")]
+    assert planners[0].sessions(frozenset({BufferKind.DRAFT_K})) == ()
 
 
 def test_slots_move_apart_from_pages() -> None:
@@ -151,11 +152,11 @@ def test_unit_ids_of_the_peer_are_checked_and_ours_asserted() -> None:
     planner = CopyPlanner(source.layout.stages[0], destination.layout)
     for bad in (-1, 4, 1 << 40):
         with pytest.raises(InvalidRequestError, match="destination units"):
-            planner.plan(KV, [(0, 0), (1, bad)])
+            planner.plan("session-0", KV, [(0, 0), (1, bad)])
     with pytest.raises(InvalidRequestError, match="repeat"):
-        planner.plan(KV, [(0, 2), (1, 2)])
+        planner.plan("session-0", KV, [(0, 2), (1, 2)])
     with pytest.raises(AssertionError, match="source unit"):
-        planner.plan(KV, [(8, 0)])
+        planner.plan("session-0", KV, [(8, 0)])
 
 
 def layout(*buffers: tuple[BufferKey, str, int]) -> WorkerLayout:

@@ -1,82 +1,21 @@
 """What the transport makes of every answer the engine can give. The engine here is a scripted stand-in."""
 
-import itertools
 import os
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from scripted_engine import ScriptedEngine
 
 from graftline.errors import InvalidRequestError, PeerUnavailableError, TransferFailedError
-from graftline.kv_transfer import mooncake_engine, mooncake_transport
+from graftline.kv_transfer import mooncake_engine, mooncake_group
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.mooncake_engine import MooncakeConfig, has_intra_node, intra_node_config, start_engine
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
 
 BASE, SIZE = 0x10000, 0x10000
 PEER = "10.0.0.1:15001"
-
-
-class ScriptedEngine:
-    """Answers as told; by default every write is under way at the first look and done at the second."""
-
-    def __init__(self) -> None:
-        self.submit: Callable[[str, int], int | None] = lambda target, address: None
-        self.status: Callable[[str, int, int], int] = lambda target, address, looks: min(looks, 1)
-        self.probe: Callable[[str], int] = lambda session_id: 0
-        self.ids = itertools.count(1 << 40)
-        self.under_way: dict[int, tuple[str, int]] = {}
-        self.looks: defaultdict[int, int] = defaultdict(int)
-        self.submitted: list[tuple[str, int]] = []
-        self.pieces: list[tuple[int, int, int]] = []
-        self.batches: list[list[tuple[int, int, int]]] = []
-        self.probes: list[str] = []
-        self.unregistered: list[int] = []
-        self.most_under_way = 0
-        self.register_code = 0
-
-    def get_rpc_port(self) -> int:
-        return 15000
-
-    def register_memory(self, buffer_addr: int, capacity: int) -> int:
-        return self.register_code
-
-    def unregister_memory(self, buffer_addr: int) -> int:
-        self.unregistered.append(buffer_addr)
-        return 0
-
-    def transfer_submit_write(self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int) -> int:
-        self.submitted.append((target_hostname, buffer))
-        self.pieces.append((buffer, peer_buffer_address, length))
-        answer = self.submit(target_hostname, buffer)
-        if answer is not None:
-            return answer
-        batch_id = next(self.ids)
-        self.under_way[batch_id] = (target_hostname, buffer)
-        self.most_under_way = max(self.most_under_way, len(self.under_way))
-        return batch_id
-
-    def batch_transfer_async_write(
-        self, target_hostname: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
-    ) -> int:
-        self.batches.append(list(zip(buffers, peer_buffer_addresses, lengths, strict=True)))
-        return self.transfer_submit_write(target_hostname, buffers[0], peer_buffer_addresses[0], lengths[0])
-
-    def transfer_check_status(self, batch_id: int) -> int:
-        assert batch_id in self.under_way, "a batch that never was or has ended: the real engine crashes here"
-        looks = self.looks[batch_id]
-        self.looks[batch_id] += 1
-        status = self.status(*self.under_way[batch_id], looks)
-        if status != 0:
-            del self.under_way[batch_id]
-        return status
-
-    def send_probe(self, peer_server_name: str) -> int:
-        self.probes.append(peer_server_name)
-        return self.probe(peer_server_name)
 
 
 @pytest.fixture
@@ -229,7 +168,7 @@ def test_later_writes_keep_the_spelling_that_worked(engine: ScriptedEngine) -> N
 
 def test_a_slow_failure_is_not_retried(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late bytes of the first try could land after the second had succeeded."""
-    monkeypatch.setattr(mooncake_transport, "_QUICK_FAILURE_S", 0.0)
+    monkeypatch.setattr(mooncake_group, "_QUICK_FAILURE_S", 0.0)
     engine.status = lambda target, address, looks: -1
     with pytest.raises(TransferFailedError):
         transport_over(engine).write(PEER, copies(1), in_s(5))

@@ -2,13 +2,13 @@
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from graftline.engine.plan import SendDone, SendOrder
-from graftline.engine.transfer_port import StagePools, TransferPort
+from graftline.engine.transfer_port import Sending, StagePools, TransferPort
 from graftline.kv_transfer.device_copy import copy_any_memory
 from graftline.kv_transfer.in_process import InProcessHub
 from graftline.worker.config import TransferConfig, TransportName
@@ -84,10 +84,14 @@ class FaultyPort:
         self._network.pools.append(pools)
         return self._port.open(pools)
 
-    def send(self, order: SendOrder, ready: Callable[[float], bool], done: Callable[[SendDone], None]) -> None:
-        fault = self._network.rule(order, self._stage)
-        if fault is None:
-            self._port.send(order, ready, done)
-        else:
-            failed = SendDone(order.order, self._stage, 0, 0.0, fault.error, fault.drained)
-            threading.Thread(target=done, args=(failed,)).start()
+    def send(self, sendings: Sequence[Sending]) -> None:
+        whole: list[Sending] = []
+        for sending in sendings:
+            order = sending.order
+            fault = self._network.rule(order, self._stage)
+            if fault is None:
+                whole.append(sending)
+            else:
+                failed = SendDone(order.order, self._stage, 0, 0.0, fault.error, fault.drained)
+                threading.Thread(target=sending.done, args=(failed,)).start()
+        self._port.send(whole)

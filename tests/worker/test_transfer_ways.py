@@ -1,12 +1,14 @@
 """Which engines a worker's process starts, and what a stage's port does with a peer that it cannot reach."""
 
+import threading
+
 import pytest
 import torch
 
 from graftline.engine.kv_pool import KvGeometry, KvPool
 from graftline.engine.plan import SendDone, SendOrder, SentPool
 from graftline.engine.pool_memory import shares_gpu_memory
-from graftline.engine.transfer_port import StagePools
+from graftline.engine.transfer_port import Sending, StagePools
 from graftline.errors import InvalidRequestError, PeerUnavailableError
 from graftline.kv_transfer.in_process import InProcessHub
 from graftline.kv_transfer.layout import StageLayout
@@ -89,9 +91,53 @@ def test_orders_to_a_peer_without_a_way_are_answered_with_that() -> None:
     peer = StageLayout(0, "peer:1", own.buffers, own.host_id, (Endpoint(RDMA, "peer:1"),))
     port.pair("peer", encode_peer([peer.to_proto()]))
     answers: list[SendDone] = []
-    port.send(SendOrder(7, "owner", "peer", 0, SentPool.TARGET, [(0, 0)]), lambda timeout_s: True, answers.append)
+    order = SendOrder(7, "owner", "peer", 0, SentPool.TARGET, [(0, 0)])
+    port.send([Sending(order, lambda timeout_s: True, answers.append)])
     assert answers[0].order == 7
     assert "reached by rdma" in answers[0].error
     assert answers[0].drained
     port.forget("peer")
+    port.close()
+
+
+def test_orders_given_together_are_answered_each_by_itself() -> None:
+    """Of four, one is to a stranger, one has nothing to send, one names a page that the peer does not have."""
+    port = PortFactory(TransferConfig(transport=TransportName.IN_PROCESS), InProcessHub())(0)
+    pool = KvPool(KvGeometry(1, 4, 1, 8, torch.float32), 4, layers=(0,))
+    pool.data[0].fill_(7.0)
+    own = common_pb2.StageLayout.FromString(port.open(StagePools(0, pool, None)))
+    port.pair("peer", encode_peer([own]))
+    answers: dict[int, SendDone] = {}
+    answered = threading.Semaphore(0)
+
+    def done(answer: SendDone) -> None:
+        answers[answer.order] = answer
+        answered.release()
+
+    orders = [
+        SendOrder(1, "owner", "peer", 0, SentPool.TARGET, [(0, 1)]),
+        SendOrder(2, "owner", "stranger", 0, SentPool.TARGET, [(0, 2)]),
+        SendOrder(3, "owner", "peer", 0, SentPool.TARGET, []),
+        SendOrder(4, "owner", "peer", 0, SentPool.TARGET, [(0, 9)]),
+        SendOrder(5, "owner", "peer", 0, SentPool.TARGET, [(0, 3)]),
+    ]
+    port.send([Sending(order, lambda timeout_s: True, done) for order in orders])
+    for _ in orders:
+        assert answered.acquire(timeout=10)
+    assert {number: bool(answer.error) for number, answer in answers.items()} == {
+        1: False,
+        2: True,
+        3: False,
+        4: True,
+        5: False,
+    }
+    assert all(answer.drained for answer in answers.values())
+    assert "not paired" in answers[2].error
+    assert "destination units" in answers[4].error
+    assert [answers[number].num_bytes for number in (1, 3, 5)] == [
+        pool.geometry.page_bytes,
+        0,
+        pool.geometry.page_bytes,
+    ]
+    assert [bool((pool.data[page] == 7.0).all()) for page in range(4)] == [True, True, False, True]
     port.close()

@@ -17,7 +17,7 @@ from graftline.engine.kv_pool import KvPool
 from graftline.engine.plan import SendDone, SendOrder, SentPool
 from graftline.engine.pool_memory import shares_gpu_memory
 from graftline.engine.state_pool import StatePool
-from graftline.engine.transfer_port import StagePools
+from graftline.engine.transfer_port import Sending, StagePools
 from graftline.errors import GraftlineError, IncompatibleError, InvalidRequestError, PeerUnavailableError
 from graftline.kv_transfer.copy_plan import CopyPlanner
 from graftline.kv_transfer.digest import EMPTY, combined, digest_units
@@ -135,29 +135,53 @@ class StagePort:
             for session_id in planner.session_ids:
                 self._worker.forget_peer(session_id)
 
-    def send(self, order: SendOrder, ready: Callable[[float], bool], done: Callable[[SendDone], None]) -> None:
-        """Queues an order."""
+    def send(self, sendings: Sequence[Sending]) -> None:
+        """See `TransferPort`."""
+        found = [(sending, self._jobs(sending)) for sending in sendings]
+        together = [job for _, jobs in found for job in jobs]
+        try:
+            if together and self._worker is not None:
+                self._worker.submit(*together)
+        except GraftlineError as error:
+            if len(sendings) == 1:
+                self._refuse(sendings[0], error)
+            else:  # some may fit
+                for sending in [sending for sending, jobs in found if jobs]:
+                    self.send([sending])
+
+    def _jobs(self, sending: Sending) -> list[TransferJob]:
+        """One for every session that an order concerns; without any the order is answered here."""
+        order, deadline_s = sending.order, time.monotonic() + self._order_timeout_s
         with self._lock:
             planner, refused = self._planners.get(order.peer), self._refused.get(order.peer)
-        try:
-            if refused is not None:
-                raise refused
-            if planner is None or self._worker is None:
-                raise InvalidRequestError("peer", f"{order.peer} is not paired")
-            by_session = planner.plan(_KINDS[order.pool], order.units)
-            if not by_session:  # a stage without layers of this kind
-                done(self._answer(order, TransferOutcome(None, drained=True)))
-                return
-            gather = Gather(len(by_session), lambda outcome: done(self._answer(order, outcome)))
-            deadline_s = time.monotonic() + self._order_timeout_s
-            self._worker.submit(
-                *(
-                    TransferJob(order.owner, session_id, copies, deadline_s, gather, ready)
-                    for session_id, copies in by_session.items()
-                )
+        if planner is None:
+            self._refuse(sending, refused or InvalidRequestError("peer", f"{order.peer} is not paired"))
+            return []
+        kinds = _KINDS[order.pool]
+        sessions = planner.sessions(kinds) if order.units else ()
+        if not sessions:  # a stage without layers of this kind
+            sending.done(self._answer(order, TransferOutcome(None, drained=True)))
+            return []
+        done: Callable[[TransferOutcome], None] = partial(self._end, sending)
+        if len(sessions) > 1:
+            done = Gather(len(sessions), done)
+        return [
+            TransferJob(
+                order.owner,
+                session_id,
+                partial(planner.plan, session_id, kinds, order.units),
+                deadline_s,
+                done,
+                sending.ready,
             )
-        except GraftlineError as error:
-            done(self._answer(order, TransferOutcome(error, drained=True)))
+            for session_id in sessions
+        ]
+
+    def _refuse(self, sending: Sending, error: GraftlineError) -> None:
+        self._end(sending, TransferOutcome(error, drained=True))
+
+    def _end(self, sending: Sending, outcome: TransferOutcome) -> None:
+        sending.done(self._answer(sending.order, outcome))
 
     def cancel(self, owner: str) -> None:
         """Drops what an owner has queued."""

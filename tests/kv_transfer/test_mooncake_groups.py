@@ -1,0 +1,338 @@
+"""Several writes to one peer at once: what goes out together, and who fails when something does."""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from graftline.errors import GraftlineError, InvalidRequestError, TransferFailedError
+from graftline.kv_transfer import mooncake_group
+from graftline.kv_transfer.copy_plan import Copy
+from graftline.kv_transfer.mooncake_engine import MooncakeConfig
+from graftline.kv_transfer.mooncake_transport import MooncakeTransport
+from graftline.kv_transfer.transfer_job import TransferJob, TransferOutcome
+from graftline.kv_transfer.transfer_worker import TransferWorker
+
+BASE, TARGET, MIB = 1 << 32, 1 << 44, 1 << 20
+PEER = "10.0.0.1:15001"
+NEVER_S = float("inf")
+PATIENCE_S = 10.0
+
+
+class Write:
+    """Notes its ends; `ends` is shared by a group and keeps their order."""
+
+    def __init__(self, number: int, ends: "list[Write]", num_bytes: int = MIB, count: int = 1) -> None:
+        base = number << 36
+        self.number = number
+        self.copies: Sequence[Copy] | None = [
+            Copy(BASE + base + 2 * num_bytes * index, TARGET + base + 2 * num_bytes * index, num_bytes)
+            for index in range(count)
+        ]
+        self.deadline_s = time.monotonic() + PATIENCE_S
+        self.started = 0
+        self.error: GraftlineError | None = None
+        self.seconds = 0.0
+        self._ends = ends
+
+    def start(self) -> Sequence[Copy] | None:
+        self.started += 1
+        return self.copies
+
+    def end(self, error: GraftlineError | None, seconds: float) -> None:
+        assert self not in self._ends, "ended twice"
+        self.error, self.seconds = error, seconds
+        self._ends.append(self)
+
+    @property
+    def address(self) -> int:
+        assert self.copies is not None
+        return self.copies[0].src_address
+
+
+class Group:
+    """Writes to one peer, and how they ended."""
+
+    def __init__(self, count: int, num_bytes: int = MIB, copies_each: int = 1) -> None:
+        self.ends: list[Write] = []
+        self.writes = [Write(number, self.ends, num_bytes, copies_each) for number in range(count)]
+
+    def __getitem__(self, number: int) -> Write:
+        return self.writes[number]
+
+    @property
+    def order(self) -> list[int]:
+        return [write.number for write in self.ends]
+
+    @property
+    def failed(self) -> dict[int, bool]:
+        """Who failed, and whether drained."""
+        errors = {write.number: write.error for write in self.ends if write.error is not None}
+        return {number: isinstance(error, TransferFailedError) and error.drained for number, error in errors.items()}
+
+
+def opened(engine: ScriptedEngine, copies_per_batch: int = 64, max_in_flight: int = 4) -> MooncakeTransport:
+    """A transport whose peer was written to before."""
+    config = MooncakeConfig(
+        "10.0.0.2",
+        stall_timeout_s=1,
+        max_in_flight=max_in_flight,
+        max_copy_bytes=1 << 30,
+        copies_per_batch=copies_per_batch,
+        spin_s=0.001,
+        intra_node_nvlink=True,
+    )
+    transport = MooncakeTransport(config, lambda _: engine)
+    transport.register(BASE, 1 << 42)
+    transport.write(PEER, [Copy(BASE, TARGET, 16)], time.monotonic() + PATIENCE_S)
+    engine.calls.clear()
+    return transport
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+def test_small_writes_share_a_batch_and_end_in_order(engine: ScriptedEngine) -> None:
+    group = Group(5)
+    assert opened(engine).begin(PEER, group.writes).advance(NEVER_S)
+    assert engine.calls == [[write.address for write in group.writes]]
+    assert group.order == [0, 1, 2, 3, 4]
+    assert not group.failed
+    assert len({write.seconds for write in group.writes}) == 1, "equal shares of one batch's time"
+
+
+def test_batches_grow_with_what_was_submitted(engine: ScriptedEngine) -> None:
+    """The first leaves at once, and many large writes cost few calls all the same."""
+    group = Group(8, 16 * MIB)
+    assert opened(engine).begin(PEER, group.writes).advance(NEVER_S)
+    assert [len(call) for call in engine.calls] == [1, 1, 2, 4]
+    assert group.order == list(range(8))
+
+
+def test_a_write_is_spread_over_batches_that_it_does_not_fit_in(engine: ScriptedEngine) -> None:
+    group = Group(3, 16, copies_each=5)
+    opened(engine, copies_per_batch=4).begin(PEER, group.writes).finish()
+    assert [len(call) for call in engine.calls] == [4, 4, 4, 3]
+    wanted = [tuple(copy) for write in group.writes for copy in write.copies or ()]
+    assert engine.arrived[1:] == wanted
+    assert group.order == [0, 1, 2]
+
+
+def test_copies_that_end_one_by_one_end_their_writes_in_order(engine: ScriptedEngine) -> None:
+    """On TCP: every copy is a batch, and the bound of those under way holds for the group."""
+    group = Group(4, 16, copies_each=3)
+    opened(engine, copies_per_batch=1).begin(PEER, group.writes).finish()
+    assert [len(call) for call in engine.calls] == [1] * 12
+    assert engine.most_under_way == 4
+    assert group.order == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_one_bad_write_fails_alone(engine: ScriptedEngine, taken: bool) -> None:
+    """Whether the engine refuses the batch or takes it and fails: each write of it is tried by itself then."""
+    transport, group = opened(engine), Group(5)
+
+    def is_bad(copies: list[tuple[int, int, int]]) -> bool:
+        return any(address == group[2].address for address, _, _ in copies)
+
+    if taken:
+        engine.status = lambda target, address, looks: (
+            -1 if any(is_bad(copies) and copies[0][0] == address for _, copies in engine.under_way.values()) else 1
+        )
+    else:
+        engine.refuses = lambda target, copies: is_bad(copies)
+    transport.begin(PEER, group.writes).finish()
+    assert group.failed == {2: not taken}
+    assert group.order == [0, 1, 2, 3, 4]
+    assert engine.calls == [[write.address for write in group.writes], *([write.address] for write in group.writes)]
+
+
+def test_a_slow_failure_is_not_retried_and_what_was_not_begun_is_written(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late bytes of a first try could land after the second had succeeded."""
+    monkeypatch.setattr(mooncake_group, "_QUICK_FAILURE_S", 0.0)
+    transport, group = opened(engine, max_in_flight=1), Group(4, 16 * MIB)
+    engine.status = lambda target, address, looks: -1 if address == group[1].address else 1
+    transport.begin(PEER, group.writes).finish()
+    assert group.failed == {1: False}
+    assert engine.calls == [[write.address] for write in group.writes]
+    assert len(engine.probes) == 2, "asked for a sign of life before it goes on"
+
+
+def test_a_dead_peer_gets_nothing_more(engine: ScriptedEngine) -> None:
+    transport, group = opened(engine, max_in_flight=1), Group(4, 16 * MIB)
+    engine.status = lambda target, address, looks: -1
+    engine.probe = lambda session_id: -102
+    transport.begin(PEER, group.writes).finish()
+    assert group.failed == {0: False, 1: True, 2: True, 3: True}
+    assert engine.calls == [[group[0].address]]
+    assert "cannot be reached" in str(group[3].error)
+
+
+def test_nothing_of_a_late_write_is_submitted(engine: ScriptedEngine) -> None:
+    transport, group = opened(engine), Group(3)
+    group[1].deadline_s = time.monotonic()
+    transport.begin(PEER, group.writes).finish()
+    assert group.failed == {1: True}
+    assert sorted(address for call in engine.calls for address in call) == [group[0].address, group[2].address]
+
+
+def test_a_deadline_in_the_middle_ends_one_write_of_a_batch(engine: ScriptedEngine) -> None:
+    transport, group = opened(engine), Group(2)
+    group[0].deadline_s = time.monotonic() + 0.05
+    let_go = threading.Event()
+    engine.status = lambda target, address, looks: int(let_go.is_set())
+    writing = threading.Thread(target=transport.begin(PEER, group.writes).finish)
+    writing.start()
+    until_s = time.monotonic() + PATIENCE_S
+    while not group.ends and time.monotonic() < until_s:
+        time.sleep(0.001)
+    assert group.failed == {0: False}
+    let_go.set()
+    writing.join(PATIENCE_S)
+    assert group.order == [0, 1]
+    assert group.failed == {0: False}
+    assert not engine.under_way
+
+
+def test_unregistered_and_unwanted_writes_leave_the_others_alone(engine: ScriptedEngine) -> None:
+    transport, group = opened(engine), Group(4)
+    group[1].copies = [Copy(BASE - 1, TARGET, 16)]
+    group[2].copies = None
+    transport.begin(PEER, group.writes).finish()
+    assert group.order == [1, 0, 3]
+    assert isinstance(group[1].error, InvalidRequestError)
+    assert engine.calls == [[group[0].address, group[3].address]]
+
+
+def test_a_peer_that_was_not_heard_of_is_left_to_finish(engine: ScriptedEngine) -> None:
+    """First contact can block: not in the thread that submits."""
+    transport, group = opened(engine), Group(2)
+    made = transport.begin("10.0.0.7:15001", group.writes)
+    assert not made.advance(NEVER_S)
+    assert not engine.calls
+    assert not group[0].started
+    made.finish()
+    assert group.order == [0, 1]
+    assert not group.failed
+
+
+def test_what_takes_long_is_handed_on_with_its_turn(engine: ScriptedEngine) -> None:
+    transport, group = opened(engine), Group(2)
+    engine.status = lambda target, address, looks: 0
+    made = transport.begin(PEER, group.writes)
+    assert not made.advance(time.monotonic() + 0.01)
+    assert len(engine.calls) == 1
+    assert not transport.begin(PEER, [Write(9, [])]).advance(NEVER_S), "the peer is busy"
+    with pytest.raises(TransferFailedError, match="busy"):
+        transport.write(PEER, [Copy(BASE, TARGET, 16)], time.monotonic() + 0.01)
+    engine.status = lambda target, address, looks: 1
+    finishing = threading.Thread(target=made.finish)
+    finishing.start()
+    finishing.join(PATIENCE_S)
+    assert group.order == [0, 1]
+    transport.write(PEER, [Copy(BASE, TARGET, 16)], time.monotonic() + PATIENCE_S)
+
+
+def test_what_should_take_longer_than_allowed_is_only_submitted(engine: ScriptedEngine) -> None:
+    """The way's rate is known from earlier writes: no time is spent on a group that cannot end within it."""
+    transport = opened(engine)
+    began_s = 0.0
+
+    def status(target: str, address: int, looks: int) -> int:
+        return int(time.monotonic() >= began_s + 0.2)
+
+    engine.status = status
+    began_s = time.monotonic()
+    transport.begin(PEER, Group(1, 64 * MIB).writes).finish()
+    began_s = time.monotonic()
+    group = Group(1, 64 * MIB)
+    made = transport.begin(PEER, group.writes)
+    assert not made.advance(time.monotonic() + 0.1)
+    assert time.monotonic() < began_s + 0.1
+    made.finish()
+    assert group.order == [0]
+
+
+def test_an_engine_that_breaks_gives_the_turn_back(engine: ScriptedEngine) -> None:
+    transport = opened(engine)
+
+    def broken(target: str, address: int) -> int:
+        raise ZeroDivisionError
+
+    engine.submit = broken
+    with pytest.raises(ZeroDivisionError):
+        transport.begin(PEER, Group(2).writes).advance(NEVER_S)
+    engine.submit = lambda target, address: None
+    transport.write(PEER, [Copy(BASE, TARGET, 16)], time.monotonic() + PATIENCE_S)
+    transport.close()
+    assert engine.unregistered == [BASE]
+
+
+def test_a_closed_transport_refuses_groups(engine: ScriptedEngine) -> None:
+    transport, group = opened(engine), Group(2)
+    transport.close()
+    made = transport.begin(PEER, group.writes)
+    assert not made.advance(NEVER_S)
+    made.finish()
+    assert group.failed == {0: True, 1: True}
+    assert not engine.calls
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_faults_and_cancels_end_every_job_once_and_truly(seed: int) -> None:
+    """CASES B03: who succeeds has all its bytes there; who failed drained has none; nothing is left behind."""
+    draw = random.Random(seed)
+    engine = ScriptedEngine()
+    transport = opened(engine, copies_per_batch=draw.choice([1, 3, 64]))
+    broken = {draw.randrange(200) for _ in range(draw.choice([0, 3, 40]))}
+
+    def number(address: int) -> int:
+        return (address - BASE) >> 36
+
+    engine.refuses = lambda target, copies: any(number(source) in broken and source % 2 for source, _, _ in copies)
+    engine.status = lambda target, address, looks: -1 if number(address) in broken else int(looks >= 1)
+    worker = TransferWorker(transport, max_queued_jobs=1000)
+    outcomes: dict[int, TransferOutcome] = {}
+    ended = threading.Condition()
+
+    def job(index: int) -> TransferJob:
+        def done(outcome: TransferOutcome) -> None:
+            with ended:
+                assert index not in outcomes
+                outcomes[index] = outcome
+                ended.notify_all()
+
+        return TransferJob(index, PEER, copies[index], time.monotonic() + PATIENCE_S, done)
+
+    copies = [
+        [Copy(BASE + (n << 36) + 64 * i + draw.choice([0, 1]), TARGET + (n << 36) + 64 * i, 16) for i in range(size)]
+        for n, size in enumerate(draw.choice([1, 1, 2, 7]) for _ in range(60))
+    ]
+    at = 0
+    while at < len(copies):
+        count = min(draw.choice([1, 1, 5, 20]), len(copies) - at)
+        worker.submit(*(job(index) for index in range(at, at + count)))
+        at += count
+        if draw.random() < 0.3:
+            worker.cancel(draw.randrange(at), lambda drained: None)
+    with ended:
+        assert ended.wait_for(lambda: len(outcomes) == len(copies), PATIENCE_S)
+    assert worker.wait_idle(PATIENCE_S)
+    assert worker.close(PATIENCE_S)
+    arrived = set(engine.arrived)
+    for index, outcome in outcomes.items():
+        there = {tuple(copy) for copy in copies[index]} & arrived
+        if outcome.ok:
+            assert len(there) == len(copies[index])
+            assert outcome.num_bytes == 16 * len(copies[index])
+        elif outcome.drained:
+            assert not there
+    transport.close()
+    assert not engine.under_way
