@@ -76,6 +76,7 @@ class CopyPlanner:
         self._source = source
         self._destination = destination
         self._segments: dict[frozenset[BufferKind], dict[str, tuple[_Segment, ...]]] = {}
+        self._sessions: dict[frozenset[BufferKind], tuple[str, ...]] = {}
 
     @property
     def session_ids(self) -> tuple[str, ...]:
@@ -90,7 +91,10 @@ class CopyPlanner:
         Args:
             kinds: all of them have the same kind of unit (pages, or slots).
         """
-        return tuple(self._segments_of(kinds))
+        found = self._sessions.get(kinds)
+        if found is None:
+            found = self._sessions[kinds] = tuple(self._segments_of(kinds))
+        return found
 
     def plan(self, session_id: str, kinds: frozenset[BufferKind], units: Sequence[tuple[int, int]]) -> list[Copy]:
         """The copies for some units into one session.
@@ -105,11 +109,11 @@ class CopyPlanner:
         """
         segments = self._segments_of(kinds)[session_id]
         runs = _runs(units)
-        _require_distinct(runs)
-        copies: list[Copy] = []
-        for segment in segments:
-            copies += _copies(segment, runs)
-        return copies
+        if len(runs.dsts) > 1:
+            _require_distinct(runs)
+        if len(segments) == 1:
+            return _copies(segments[0], runs)
+        return [copy for segment in segments for copy in _copies(segment, runs)]
 
     def _segments_of(self, kinds: frozenset[BufferKind]) -> dict[str, tuple[_Segment, ...]]:
         found = self._segments.get(kinds)
@@ -238,7 +242,7 @@ def _runs(units: Sequence[tuple[int, int]]) -> _Runs:
 
 
 def _require_distinct(runs: _Runs) -> None:
-    if len(runs.dsts) == 1:
+    if max(runs.lengths) == 1 and len(set(runs.dsts)) == len(runs.dsts):
         return
     end: int | None = None
     for dst, length in sorted(zip(runs.dsts, runs.lengths, strict=True)):
@@ -249,27 +253,29 @@ def _require_distinct(runs: _Runs) -> None:
 
 def _copies(segment: _Segment, runs: _Runs) -> list[Copy]:
     """One copy a run when the segment fills its units, else one a unit."""
-    _require_runs(segment, runs)
+    srcs, dsts, lengths = runs
+    src_base, src_stride, num_bytes = segment.src_base, segment.src_stride, segment.num_bytes
+    dst_base, dst_stride = segment.dst_base, segment.dst_stride
+    if len(srcs) == 1:
+        (src,), (dst,), (length,) = runs
+        _require_range(segment, src, src + length, dst, dst + length)
+        if segment.spans_units:
+            return [Copy(src_base + src * src_stride, dst_base + dst * dst_stride, num_bytes * length)]
+    else:
+        ends = max(map(add, srcs, lengths)), max(map(add, dsts, lengths))
+        _require_range(segment, min(srcs), ends[0], min(dsts), ends[1])
     if not segment.spans_units:
-        runs = runs.as_units
-    src_base, src_stride, dst_base, dst_stride = (
-        segment.src_base,
-        segment.src_stride,
-        segment.dst_base,
-        segment.dst_stride,
-    )
-    num_bytes = segment.num_bytes
+        srcs, dsts, lengths = runs.as_units
     return [
         Copy(src_base + src * src_stride, dst_base + dst * dst_stride, num_bytes * length)
-        for src, dst, length in zip(runs.srcs, runs.dsts, runs.lengths, strict=True)
+        for src, dst, length in zip(srcs, dsts, lengths, strict=True)
     ]
 
 
-def _require_runs(segment: _Segment, runs: _Runs) -> None:
-    first_src, last_src = min(runs.srcs), max(map(add, runs.srcs, runs.lengths)) - 1
-    assert 0 <= first_src <= last_src < segment.src_units, (
-        f"source units {first_src}..{last_src} are outside [0, {segment.src_units})"
+def _require_range(segment: _Segment, first_src: int, src_end: int, first_dst: int, dst_end: int) -> None:
+    assert 0 <= first_src < src_end <= segment.src_units, (
+        f"source units {first_src}..{src_end - 1} are outside [0, {segment.src_units})"
     )
-    first_dst, last_dst = min(runs.dsts), max(map(add, runs.dsts, runs.lengths)) - 1
-    if not 0 <= first_dst <= last_dst < segment.dst_units:
-        raise InvalidRequestError("destination units", f"{first_dst}..{last_dst} are outside [0, {segment.dst_units})")
+    if not 0 <= first_dst < dst_end <= segment.dst_units:
+        problem = f"{first_dst}..{dst_end - 1} are outside [0, {segment.dst_units})"
+        raise InvalidRequestError("destination units", problem)

@@ -175,7 +175,7 @@ class Attempt:
 
     def _submit(self, parts: list[Part]) -> None:
         copies = parts[0][1] if len(parts) == 1 else [copy for _, part in parts for copy in part]
-        deadline_s = min(state.deadline_s for state, _ in parts)
+        deadline_s = min([state.deadline_s for state, _ in parts])
         batch_id = self._session.submit(copies, deadline_s)
         if batch_id is None:
             self._fail(parts)

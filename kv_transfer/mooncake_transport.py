@@ -4,11 +4,12 @@ What the engine does when left alone, and what is done about it here:
 - A first contact with a silent peer holds a lock of the engine for a minute and stops the writes to every other peer.
   So a peer is asked for a sign of life first, in a thread of its own.
 - Its synchronous calls spin on a core and know no deadline. So every copy is an asynchronous one-entry batch, a bounded
-  number is under way at a time, and they are polled with growing pauses.
+  number is under way at a time, and they are polled, with growing pauses where a copy takes milliseconds.
 - It remembers a peer's data port for ever. So the one retry uses a second spelling of the peer's name, which makes the
   engine shake hands again.
 - The intra-node way for GPUs copies on one CUDA stream of the calling thread and calls a copy done when that stream has
-  nothing left to do. So there many copies make a batch, and how its first copy stands says how all of them do.
+  nothing left to do. So there many copies, of several writes too, make a batch, and how its first copy stands says how
+  all of them do.
 - A failed write may still land. So nothing is retried unless the failure was quick, which means that the peer's side of
   the connection was gone, and the error says whether late bytes are possible.
 """
