@@ -9,6 +9,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +57,48 @@ def compile_program(names: Sequence[str], options: Sequence[str]) -> bytes:
         file.write(code)
     os.replace(file.name, target)
     return bytes(code)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxMap:
+    """How the copy engine finds boxes of a bfloat16 tensor, innermost dimension first.
+
+    Attributes:
+        sizes: elements of every dimension.
+        strides: bytes from element to element of every dimension but the first.
+        box: elements of a box in every dimension; 64 in the first: its lines of 128 bytes arrive swizzled.
+    """
+
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+def encode_box_map(box_map: BoxMap) -> bytes:
+    """The 128 bytes that a kernel reads.
+
+    Raises:
+        CudaProgramError: the driver refused it, for example for a misaligned address.
+    """
+    driver = _bindings("driver")
+    (encoded,) = _checked(
+        "cuTensorMapEncodeTiled",
+        *driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(box_map.sizes),
+            box_map.address,
+            [driver.cuuint64_t(size) for size in box_map.sizes],
+            [driver.cuuint64_t(stride) for stride in box_map.strides],
+            [driver.cuuint32_t(size) for size in box_map.box],
+            [driver.cuuint32_t(1)] * len(box_map.sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+    )
+    return ctypes.string_at(int(encoded.getPtr()), 128)
 
 
 class CudaFunction:

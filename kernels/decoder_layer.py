@@ -150,7 +150,7 @@ class DenseLayers:
             )
         self._native = self._describe()
         self._may_reside = may_reside
-        self._residents: dict[int, ResidentLayers] = {}  # by page size
+        self._residents: dict[int, ResidentLayers | None] = {}  # by page size
         self._tables: WeakKeyDictionary[LayerPages, Tensor] = WeakKeyDictionary()
 
     @property
@@ -243,7 +243,7 @@ class DenseLayers:
                 (layer.input_norm, layer.qkv, layer.output, layer.post_norm, layer.gate_up, layer.down)
                 for layer in self._layers
             ]
-            table = self._tables[pages] = layer_table(layers, pages.layers, hidden.device)
+            table = self._tables[pages] = layer_table(layers, pages.layers, resident.sizes, hidden.device)
         return resident.run(table, hidden, batch, pages.layers[0][0].stride(0), capture)
 
     @cached_property
@@ -259,17 +259,18 @@ class DenseLayers:
             return "the output has a bias"
         if 2 * shape.cos.shape[1] != shape.head_dim:
             return f"{2 * shape.cos.shape[1]} of {shape.head_dim} columns are rotated"
-        return self._resident_sizes(page_size=1).reason_against()
+        return None
 
     def _resident(self, pages: LayerPages) -> ResidentLayers | None:
         if not self._may_reside or self.reason_against_resident is not None:
             return None
-        if (found := self._residents.get(pages.page_size)) is None:
+        if pages.page_size not in self._residents:
             shape = self._shape
+            sizes = self._resident_sizes(pages.page_size)
             fixed = ResidentShape(shape.eps, shape.scale, shape.cos.contiguous(), shape.sin.contiguous())
-            found = ResidentLayers(self._resident_sizes(pages.page_size), fixed, shape.cos.device)
+            found = ResidentLayers(sizes, fixed, shape.cos.device) if sizes.reason_against() is None else None
             self._residents[pages.page_size] = found
-        return found
+        return self._residents[pages.page_size]
 
     def _resident_sizes(self, page_size: int) -> ResidentSizes:
         shape = self._shape

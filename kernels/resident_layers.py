@@ -5,14 +5,14 @@ through shared memory without a pause while blocks meet between the phases of a 
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from graftline.kernels.cuda_program import CudaFunction, can_compile, compile_program
+from graftline.kernels.cuda_program import BoxMap, CudaFunction, can_compile, compile_program, encode_box_map
 from graftline.kernels.linear import LinearWeight
 from graftline.kernels.tree_batch import TreeBatch
 
@@ -20,11 +20,11 @@ MAX_ROWS = 16
 MAX_SEQUENCES = 16
 MAX_FEATURES = 4
 _TILE = 16  # outputs
-_GROUP_TILES = 7
+_MAX_GROUP = 7  # whose sums the registers hold
 _KV_TOKENS = 32  # a ring slot
 _WARPS = 8
-_PRODUCERS = 4
 _THREADS = 384
+_LINE = 64  # elements of 128 bytes
 _MAX_CHUNK = 576  # inputs of a ring slot
 _SHARED_BYTES = 232448  # that a block may have on a Hopper GPU
 _LOG2_E = 1.4426950408889634
@@ -36,10 +36,9 @@ class LayerPointers(ctypes.Structure):
     """`Layer` of the kernel."""
 
     _fields_ = [
-        (name, _POINTER)
-        for name in (
-            "input_norm", "qkv", "qkv_bias", "output", "post_norm", "gate_up", "down", "k_pages", "v_pages",
-        )  # fmt: skip
+        *((name, ctypes.c_uint64 * 16) for name in ("qkv", "output", "gate_up", "down", "k", "v")),
+        *((name, _POINTER) for name in ("input_norm", "qkv_bias", "post_norm", "k_pages", "v_pages")),
+        ("unused", ctypes.c_uint64 * 3),
     ]
 
 
@@ -77,29 +76,40 @@ class ResidentSizes:
 
     def reason_against(self) -> str | None:
         """Why the kernel cannot serve these sizes, or None."""
-        if self.head_dim % 32 or self.head_dim > 128:
-            return f"head_dim {self.head_dim} is not 32, 64, 96 or 128"
+        if self.head_dim not in (64, 128):
+            return f"head_dim {self.head_dim} is neither 64 nor 128"
         if self.heads % self.kv_heads:
             return f"{self.heads} heads of {self.kv_heads} KV heads"
         for name, inputs in (("hidden", self.hidden), ("inter", self.inter)):
-            if inputs % 32:
-                return f"{name} {inputs} is not a multiple of 32"
+            if inputs % _LINE:
+                return f"{name} {inputs} is not a multiple of {_LINE}"
+        box = self.box_tokens
+        if _KV_TOKENS % box or self.page_size % box or box * self.head_dim % 512:
+            return f"pages of {self.page_size} tokens with heads of {self.head_dim}"
         return None
 
-    def macros(self, row_tiles: int) -> dict[str, int]:
+    @property
+    def box_tokens(self) -> int:
+        """Tokens that are copied at once."""
+        return min(self.page_size, _KV_TOKENS)
+
+    def macros(self, row_tiles: int, blocks: int) -> dict[str, int]:
         """What the source wants to be told.
 
         Args:
             row_tiles: tiles of 8 rows.
+            blocks: of a launch.
         """
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        outputs = {"QKV": q_size + 2 * kv_size, "OUTPUT": self.hidden, "GATE_UP": 2 * self.inter, "DOWN": self.hidden}
+        groups = {f"GROUP_{name}": _group(count // _TILE, blocks) for name, count in outputs.items()}
         hidden, attended, inter = (_chunk(size) for size in (self.hidden, self.heads * self.head_dim, self.inter))
-        slot = max(_TILE * max(map(_stride, (hidden, attended, inter))), 2 * _KV_TOKENS * (2 * self.head_dim + 16))
-        slot = -(-slot // 128) * 128
+        slot = max(2 * _TILE * max(hidden, attended, inter), 4 * _KV_TOKENS * self.head_dim)
         return {
             "HIDDEN": self.hidden, "INTER": self.inter, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "PAGE_SIZE": self.page_size, "ROW_TILES": row_tiles,
-            "GROUP_TILES": _GROUP_TILES, "CHUNK_HIDDEN": hidden, "CHUNK_ATTENDED": attended, "CHUNK_INTER": inter,
-            "SLOT_BYTES": slot, "NUM_SLOTS": (_SHARED_BYTES - _own_bytes(row_tiles)) // slot // _PRODUCERS * _PRODUCERS,
+            **groups, "GROUP_TILES": max(groups.values()), "CHUNK_HIDDEN": hidden, "CHUNK_ATTENDED": attended, "CHUNK_INTER": inter,
+            "SLOT_BYTES": slot, "NUM_SLOTS": (_SHARED_BYTES - _own_bytes(row_tiles)) // slot,
         }  # fmt: skip
 
 
@@ -140,24 +150,46 @@ def reason_against_device(device: torch.device, dtype: torch.dtype) -> str | Non
 def layer_table(
     layers: Sequence[tuple[Tensor, LinearWeight, LinearWeight, Tensor, LinearWeight, LinearWeight]],
     pages: Sequence[tuple[Tensor, Tensor]],
+    sizes: ResidentSizes,
     device: torch.device,
+    encode: Callable[[BoxMap], bytes] = encode_box_map,
 ) -> Tensor:
     """The kernel's table of layers on `device`.
 
     Args:
         layers: input_norm, qkv, output, post_norm, gate_up, down of each.
         pages: (k_pages, v_pages) of each.
+        encode: makes 128 bytes of a map.
     """
     table = (LayerPointers * len(layers))()
     for index, (weights, kv) in enumerate(zip(layers, pages, strict=True)):
         input_norm, qkv, output, post_norm, gate_up, down = weights
-        bias = None if qkv.bias is None else qkv.bias.data_ptr()
-        norms = (input_norm.data_ptr(), post_norm.data_ptr())
+        boxes = [_weight_map(weight) for weight in (qkv, output, gate_up, down)]
+        boxes += [_page_map(view, sizes) for view in kv]
         table[index] = LayerPointers(
-            norms[0], qkv.data.data_ptr(), bias, output.data.data_ptr(), norms[1], gate_up.data.data_ptr(),
-            down.data.data_ptr(), kv[0].data_ptr(), kv[1].data_ptr(),
+            *((ctypes.c_uint64 * 16).from_buffer_copy(encode(box)) for box in boxes),
+            input_norm.data_ptr(), None if qkv.bias is None else qkv.bias.data_ptr(), post_norm.data_ptr(),
+            kv[0].data_ptr(), kv[1].data_ptr(),
         )  # fmt: skip
     return torch.frombuffer(bytearray(table), dtype=torch.int64).to(device)
+
+
+def _weight_map(weight: LinearWeight) -> BoxMap:
+    """Boxes of 64 inputs, 8 outputs and the 64-input blocks of a chunk."""
+    row = 2 * weight.in_features
+    sizes = (_LINE, weight.out_features, weight.in_features // _LINE)
+    return BoxMap(weight.data.data_ptr(), sizes, (row, 2 * _LINE), (_LINE, 8, _chunk(weight.in_features) // _LINE))
+
+
+def _page_map(view: Tensor, sizes: ResidentSizes) -> BoxMap:
+    """Boxes of 64 columns, the blocks of a head, a head, tokens of a page, a page."""
+    lines = sizes.head_dim // _LINE
+    return BoxMap(
+        view.data_ptr(),
+        (_LINE, lines, sizes.kv_heads, sizes.page_size, view.shape[0]),
+        (2 * _LINE, 2 * sizes.head_dim, 2 * sizes.head_dim * sizes.kv_heads, 2 * view.stride(0)),
+        (_LINE, lines, 1, sizes.box_tokens, 1),
+    )
 
 
 @dataclass(slots=True)
@@ -191,7 +223,7 @@ def prepare_round(
     """
     device, rows = hidden.device, batch.num_rows
     tiles = _pair_tiles(batch.rows_each, sizes.group)
-    items = blocks * (_WARPS // tiles) + batch.num_segments * sizes.kv_heads
+    items = blocks * (_WARPS // tiles)
     stream = hidden.clone(memory_format=torch.contiguous_format)
     features = {after: torch.empty_like(stream) for after in sorted(set(capture))}
     q_size = sizes.heads * sizes.head_dim
@@ -246,14 +278,14 @@ class ResidentLayers:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """As `DenseLayers.run`, for a batch that `takes` says yes to."""
         prepared = prepare_round(table, hidden, batch, page_stride, self.sizes, self._shape, capture, self._blocks)
-        function = _function(self.sizes, -(-batch.num_rows // 8), self._device)
+        function = _function(self.sizes, -(-batch.num_rows // 8), self._blocks, self._device)
         function.launch_together(self._blocks, _THREADS, prepared.arguments)
         return prepared.hidden, prepared.features
 
 
-def program_options(sizes: ResidentSizes, row_tiles: int) -> list[str]:
-    """NVRTC's, for `_FILES`."""
-    macros = [f"-D{name}={value}" for name, value in sizes.macros(row_tiles).items()]
+def program_options(sizes: ResidentSizes, row_tiles: int, blocks: int) -> list[str]:
+    """NVRTC's, for `FILES`."""
+    macros = [f"-D{name}={value}" for name, value in sizes.macros(row_tiles, blocks).items()]
     return ["--gpu-architecture=sm_90a", "--std=c++17", *macros]
 
 
@@ -261,8 +293,8 @@ FILES = ("hopper.h", "decoder_layers.cu")
 
 
 @cache
-def _function(sizes: ResidentSizes, row_tiles: int, device: torch.device) -> CudaFunction:
-    code = compile_program(FILES, program_options(sizes, row_tiles))
+def _function(sizes: ResidentSizes, row_tiles: int, blocks: int, device: torch.device) -> CudaFunction:
+    code = compile_program(FILES, program_options(sizes, row_tiles, blocks))
     return CudaFunction(code, "decoder_layers", device, _SHARED_BYTES)
 
 
@@ -274,17 +306,18 @@ def _pair_tiles(rows_each: int, group: int) -> int:
     return tiles
 
 
+def _group(tiles: int, blocks: int) -> int:
+    """Tiles that a block computes side by side: as few rounds as registers allow, and those alike."""
+    most = -(-tiles // blocks)
+    return -(-most // -(-most // _MAX_GROUP))
+
+
 def _chunk(inputs: int) -> int:
     """Inputs of a ring slot: as many as fit and divide."""
-    return max(size for size in range(32, min(inputs, _MAX_CHUNK) + 1, 32) if inputs % size == 0)
-
-
-def _stride(chunk: int) -> int:
-    """Bytes from output to output in a ring slot: rows that are read together lie in different banks."""
-    return -(-2 * chunk // 128) * 128 + 64
+    return max(size for size in range(_LINE, min(inputs, _MAX_CHUNK) + 1, _LINE) if inputs % size == 0)
 
 
 def _own_bytes(row_tiles: int) -> int:
     """Shared memory in front of the ring, at most: signals, plans, and two times the sums of a tile."""
     rows = 8 * row_tiles
-    return 2048 + 4 * (_WARPS * rows + 2 * _WARPS * _TILE * (rows + 1))
+    return 3072 + 4 * (_WARPS * rows + 2 * _WARPS * _TILE * (rows + 1))

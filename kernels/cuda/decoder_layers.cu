@@ -1,16 +1,17 @@
 // A range of dense decoder layers for a few rows in one resident kernel: as many blocks as multiprocessors, each there from
 // the first layer to the last.
 //
-// Reading the weights takes nearly all of the time, so nothing may interrupt it. A block's last warps, the producers, copy
-// the block's share of all weights and of the committed KV into a ring of shared memory, in the order of their use and as
-// far ahead as the ring holds; they never wait for activations, since what they read does not depend on them. The other
-// warps compute what lies in the ring. Blocks meet after every phase of a layer, while their rings fill up.
+// Reading the weights takes nearly all of the time, so nothing may interrupt it. One warp of a block, the producer, has
+// the block's share of all weights and of the committed KV copied into a ring of shared memory, in the order of their use and
+// as far ahead as the ring holds; it never waits for activations, since what it reads does not depend on them. Other warps
+// compute what lies in the ring. Blocks meet after every phase of a layer, while their rings fill up.
 //
 // Phases of a layer: q, k and v with norm, rotation and KV write; attention by splits; its combination; output; gate and up
 // with norm and activation; down. Sizes come as macros:
 //   HIDDEN INTER HEADS KV_HEADS HEAD_DIM PAGE_SIZE
 //   ROW_TILES     of 8 rows
-//   GROUP_TILES   tiles of 16 outputs that are computed side by side
+//   GROUP_QKV GROUP_OUTPUT GROUP_GATE_UP GROUP_DOWN     tiles of 16 outputs that are computed side by side
+//   GROUP_TILES   the largest of them
 //   CHUNK_HIDDEN CHUNK_ATTENDED CHUNK_INTER     inputs a ring slot, by product
 //   SLOT_BYTES NUM_SLOTS                        of the ring
 
@@ -18,8 +19,8 @@ enum {
     LANES = 32,
     WARPS = 8,
     CONSUMERS = WARPS * LANES,
-    PRODUCERS = 4,  // warps; they divide the number of the ring's slots
-    THREADS = CONSUMERS + PRODUCERS * LANES,
+    PRODUCER = WARPS,  // a warp; the rest of its group of four has nothing to do but to give its registers away
+    THREADS = CONSUMERS + 4 * LANES,
     TILE = 16,
     ROWS = 8 * ROW_TILES,
     HALF = HEAD_DIM / 2,
@@ -27,8 +28,10 @@ enum {
     Q_SIZE = HEADS * HEAD_DIM,
     QKV_TILES = (HEADS + 2 * KV_HEADS) * HEAD_DIM / TILE,
     KV_TOKENS = 32,
-    KV_STRIDE = 2 * HEAD_DIM + 16,  // bytes: rows of a step lie in different banks
+    KV_BYTES = KV_TOKENS * HEAD_DIM * 2,  // of K, and of V
     KV_BLOCKS = HEAD_DIM / 32,
+    KV_LINES = HEAD_DIM / 64,  // of 128 bytes, a token
+    BOX_TOKENS = PAGE_SIZE < KV_TOKENS ? PAGE_SIZE : KV_TOKENS,
     MAX_SEQUENCES = 16,
     MAX_FEATURES = 4,
     RED_STRIDE = ROWS + 1,
@@ -38,9 +41,14 @@ enum {
 typedef enum { QKV, OUTPUT, GATE_UP, DOWN } Product;
 
 // What a layer reads; the table lies in global memory.
+// Maps tell the copy engine how to find boxes of a matrix (64 inputs, 8 outputs, 64-input blocks of a chunk) and of pages (64
+// columns, blocks of a head, 1 head, tokens of a page, 1 page). A box arrives as lines of 128 bytes whose 16-byte pieces are
+// swizzled by the number of the line.
 typedef struct {
-    const bf16 *input_norm, *qkv, *qkv_bias, *output, *post_norm, *gate_up, *down;
+    TileMap qkv, output, gate_up, down, k, v;
+    const bf16 *input_norm, *qkv_bias, *post_norm;
     bf16 *k_pages, *v_pages;
+    u64 unused[3];  // maps lie at multiples of 64 bytes
 } Layer;
 
 typedef struct {
@@ -75,11 +83,14 @@ typedef struct {
     float red[2][RED_FLOATS];
 } Shared;
 
-enum { RING_AT = (sizeof(Shared) + 127) / 128 * 128 };
+enum { RING_AT = (sizeof(Shared) + 1023) / 1024 * 1024 };
 
 DEVICE Shared *shared(void) { return (Shared *)shared_base(); }
 DEVICE unsigned char *ring_slot(int slot) { return shared_base() + RING_AT + slot * SLOT_BYTES; }
-DEVICE int stride_of(int chunk) { return (2 * chunk + 127) / 128 * 128 + 64; }
+// Where the 16-byte piece `piece` of a line lies.
+DEVICE int swizzled(int line, int piece) { return line * 128 + ((piece ^ (line & 7)) << 4); }
+// A permutation of 8 lines: those that a step reads side by side lie in different banks.
+DEVICE int line_of(int lane) { return (lane >> 1) + 4 * (lane & 1); }
 DEVICE int committed_steps(int start) { return (start + KV_TOKENS - 1) / KV_TOKENS; }
 DEVICE float low_half(u32 word) { return as_float(word << 16); }
 DEVICE float high_half(u32 word) { return as_float(word & 0xffff0000u); }
@@ -113,27 +124,21 @@ DEVICE int weight_row(Product product, int tile, int i) {
 
 // ---- producer ----
 
-// Producers take the ring's slots in turns.
-DEVICE int is_mine(const Place *place) { return place->slot % PRODUCERS == thread_id() / LANES - WARPS; }
-
 DEVICE void produce_product(
-    Place *place, Product product, const bf16 *weight, int inputs, int chunk, int tiles, int first, u64 policy) {
-    int lane = thread_id() % LANES, grid = num_blocks(), stride = stride_of(chunk), pieces = chunk / 8;
-    for (int begin = first; begin < tiles; begin += GROUP_TILES * grid) {
-        int count = smaller(GROUP_TILES, (tiles - begin + grid - 1) / grid);
+    Place *place, Product product, const TileMap *map, int inputs, int chunk, int group, int tiles, int first, u64 policy) {
+    int lane = thread_id() % LANES, grid = num_blocks();
+    for (int begin = first; begin < tiles; begin += group * grid) {
+        int count = smaller(group, (tiles - begin + grid - 1) / grid);
         for (int k = 0; k < inputs; k += chunk)
             for (int j = 0; j < count; j++) {
-                if (is_mine(place)) {
-                    const bf16 *upper = weight + (i64)weight_row(product, begin + j * grid, 0) * inputs + k;
-                    const bf16 *lower = weight + (i64)weight_row(product, begin + j * grid, 8) * inputs + k;
-                    signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
-                    UNROLL_8
-                    for (int piece = lane; piece < TILE * pieces; piece += LANES) {
-                        int row = piece / pieces, column = piece % pieces;
-                        const bf16 *from = (row < 8 ? upper : lower) + (row & 7) * inputs + column * 8;
-                        copy_16(ring_slot(place->slot) + row * stride + column * 16, from, policy);
+                u64 *full = &shared()->full[place->slot];
+                signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
+                if (lane == 0) {
+                    signal_expect(full, TILE * 2 * chunk);
+                    for (int half = 0; half < 2; half++) {
+                        unsigned char *to = ring_slot(place->slot) + half * 16 * chunk;
+                        copy_box_3(to, map, 0, weight_row(product, begin + j * grid, 8 * half), k / 64, full, policy);
                     }
-                    signal_copies(&shared()->full[place->slot]);
                 }
                 step(place);
             }
@@ -141,27 +146,24 @@ DEVICE void produce_product(
 }
 
 DEVICE void produce_kv(Place *place, const Round *round, const Layer *layer, int streams, u64 policy) {
-    enum { PIECES = HEAD_DIM / 8 };  // of a token
     int lane = thread_id() % LANES, most = shared()->most;
     for (int index = 0; index < most; index++)
         for (int stream = 0; stream < streams; stream++) {
             const Item *item = &shared()->items[stream];
             if (index >= item->count) continue;
-            if (is_mine(place)) {
-                // Where this lane's token lies; past the end the last one again, so that all that is read is finite.
-                int slot = smaller((item->first + index) * KV_TOKENS + lane, shared()->starts[item->sequence] - 1);
-                i64 page = round->page_tables[(i64)item->sequence * round->max_pages + slot / PAGE_SIZE];
-                u32 vector = (u32)(page * (round->page_stride / HEAD_DIM)) + slot % PAGE_SIZE * KV_HEADS + item->head;
-                unsigned char *to = ring_slot(place->slot);
-                signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
-                UNROLL_8
-                for (int piece = lane; piece < KV_TOKENS * PIECES; piece += LANES) {
-                    int token = piece / PIECES, column = piece % PIECES;
-                    i64 at = (i64)exchange_from(vector, token) * HEAD_DIM + column * 8;
-                    copy_16(to + token * KV_STRIDE + column * 16, layer->k_pages + at, policy);
-                    copy_16(to + (KV_TOKENS + token) * KV_STRIDE + column * 16, layer->v_pages + at, policy);
-                }
-                signal_copies(&shared()->full[place->slot]);
+            u64 *full = &shared()->full[place->slot];
+            // A lane takes a box; past the end it is the last one again.
+            int last = (shared()->starts[item->sequence] - 1) / BOX_TOKENS * BOX_TOKENS;
+            int slot = smaller((item->first + index) * KV_TOKENS + lane * BOX_TOKENS, last), page = 0;
+            if (lane < KV_TOKENS / BOX_TOKENS)
+                page = round->page_tables[(i64)item->sequence * round->max_pages + slot / PAGE_SIZE];
+            signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
+            if (lane == 0) signal_expect(full, 2 * KV_BYTES);
+            warp_sync();
+            if (lane < KV_TOKENS / BOX_TOKENS) {
+                unsigned char *to = ring_slot(place->slot) + lane * BOX_TOKENS * HEAD_DIM * 2;
+                copy_box_5(to, &layer->k, 0, 0, item->head, slot % PAGE_SIZE, page, full, policy);
+                copy_box_5(to + KV_BYTES, &layer->v, 0, 0, item->head, slot % PAGE_SIZE, page, full, policy);
             }
             step(place);
         }
@@ -252,17 +254,30 @@ DEVICE void finish(const Round *round, const Layer *layer, int index, Product pr
     }
 }
 
-// The block's tiles of one product. Every warp takes its own inputs of every chunk; sums meet in shared memory.
+// The block's tiles of one product, up to `group` side by side. Every warp takes its own inputs of every chunk; sums meet in
+// shared memory.
 DEVICE void compute_product(
     Place *place, const Round *round, const Layer *layer, int index, Product product, const bf16 *x, const bf16 *norm,
-    int inputs, int chunk, int tiles, int first) {
-    enum { MAX_STEPS = 3 };  // of 32 inputs, a warp and chunk
+    int inputs, int chunk, int group, int tiles, int first) {
+    enum {
+        MAX_STEPS = 3,  // of 32 inputs, a warp and chunk
+        AHEAD = 4,      // chunks whose inputs are on their way: L2 answers later than the ring
+    };
     int thread = thread_id(), warp = thread / LANES, lane = thread % LANES, grid = num_blocks();
-    int stride = stride_of(chunk), steps = chunk / 32, most_steps = (steps + WARPS - 1) / WARPS;
-    int from = (lane / 4) * stride + lane % 4 * 16;  // bytes within a step of 32 inputs
-    for (int begin = first; begin < tiles; begin += GROUP_TILES * grid) {
-        int count = smaller(GROUP_TILES, (tiles - begin + grid - 1) / grid);
+    int steps = chunk / 32, most_steps = (steps + WARPS - 1) / WARPS, line = line_of(lane / 4);
+    int from = warp / 2 * 1024 + swizzled(line, warp % 2 * 4 + lane % 4);  // two steps share a line
+    for (int begin = first; begin < tiles; begin += group * grid) {
+        int count = smaller(group, (tiles - begin + grid - 1) / grid);
         float acc[GROUP_TILES][ROW_TILES][4], squares[ROW_TILES];
+        Inputs ahead[AHEAD][MAX_STEPS];
+        UNROLL
+        for (int d = 0; d < AHEAD; d++)
+            UNROLL
+            for (int s = 0; s < MAX_STEPS; s++)
+                if (d * chunk < inputs && s < most_steps && warp + WARPS * s < steps) {
+                    int column = d * chunk + (warp + WARPS * s) * 32 + lane % 4 * 8;
+                    load_inputs(&ahead[d][s], x, inputs, norm, column, round->rows);
+                }
         UNROLL
         for (int tile = 0; tile < ROW_TILES; tile++) squares[tile] = 0;
         UNROLL
@@ -271,43 +286,44 @@ DEVICE void compute_product(
             for (int tile = 0; tile < ROW_TILES; tile++)
                 UNROLL
                 for (int c = 0; c < 4; c++) acc[j][tile][c] = 0;
-        Inputs ahead[MAX_STEPS];
-        UNROLL
-        for (int s = 0; s < MAX_STEPS; s++)
-            if (s < most_steps && warp + WARPS * s < steps)
-                load_inputs(&ahead[s], x, inputs, norm, (warp + WARPS * s) * 32 + lane % 4 * 8, round->rows);
-        for (int k = 0; k < inputs; k += chunk) {
-            Inputs now[MAX_STEPS];
+        for (int base = 0; base < inputs; base += AHEAD * chunk)
             UNROLL
-            for (int s = 0; s < MAX_STEPS; s++)
-                if (s < most_steps && warp + WARPS * s < steps) {
-                    now[s] = ahead[s];
-                    if (norm) scale_inputs(&now[s], squares);
-                    int next = k + chunk + (warp + WARPS * s) * 32 + lane % 4 * 8;
-                    if (k + chunk < inputs) load_inputs(&ahead[s], x, inputs, norm, next, round->rows);
-                }
-            UNROLL
-            for (int j = 0; j < GROUP_TILES; j++)
-                if (j < count) {
-                    const unsigned char *slot = ring_slot(place->slot) + from;
-                    signal_wait(&shared()->full[place->slot], place->parity);
+            for (int d = 0; d < AHEAD; d++) {
+                int k = base + d * chunk;
+                if (k >= inputs) break;
+                if (norm) {
                     UNROLL
                     for (int s = 0; s < MAX_STEPS; s++)
-                        if (s < most_steps && warp + WARPS * s < steps) {
-                            uint4 upper = load_shared_16(slot + (warp + WARPS * s) * 64);
-                            uint4 lower = load_shared_16(slot + (warp + WARPS * s) * 64 + 8 * stride);
-                            UNROLL
-                            for (int tile = 0; tile < ROW_TILES; tile++) {
-                                uint4 value = now[s].values[tile];
-                                multiply_add(acc[j][tile], upper.x, lower.x, upper.y, lower.y, value.x, value.y);
-                                multiply_add(acc[j][tile], upper.z, lower.z, upper.w, lower.w, value.z, value.w);
-                            }
-                        }
-                    warp_sync();
-                    if (lane == 0) signal_arrive(&shared()->empty[place->slot]);
-                    step(place);
+                        if (s < most_steps && warp + WARPS * s < steps) scale_inputs(&ahead[d][s], squares);
                 }
-        }
+                UNROLL
+                for (int j = 0; j < GROUP_TILES; j++)
+                    if (j < group && j < count) {
+                        const unsigned char *slot = ring_slot(place->slot) + from;
+                        signal_wait(&shared()->full[place->slot], place->parity);
+                        UNROLL
+                        for (int s = 0; s < MAX_STEPS; s++)
+                            if (s < most_steps && warp + WARPS * s < steps) {
+                                uint4 upper = load_shared_16(slot + WARPS * s * 512);
+                                uint4 lower = load_shared_16(slot + WARPS * s * 512 + 16 * chunk);
+                                UNROLL
+                                for (int tile = 0; tile < ROW_TILES; tile++) {
+                                    uint4 value = ahead[d][s].values[tile];
+                                    multiply_add(acc[j][tile], upper.x, lower.x, upper.y, lower.y, value.x, value.y);
+                                    multiply_add(acc[j][tile], upper.z, lower.z, upper.w, lower.w, value.z, value.w);
+                                }
+                            }
+                        warp_sync();
+                        if (lane == 0) signal_arrive(&shared()->empty[place->slot]);
+                        step(place);
+                    }
+                UNROLL
+                for (int s = 0; s < MAX_STEPS; s++)
+                    if (k + AHEAD * chunk < inputs && s < most_steps && warp + WARPS * s < steps) {
+                        int column = k + AHEAD * chunk + (warp + WARPS * s) * 32 + lane % 4 * 8;
+                        load_inputs(&ahead[d][s], x, inputs, norm, column, round->rows);
+                    }
+            }
         if (norm) {
             UNROLL
             for (int tile = 0; tile < ROW_TILES; tile++) {
@@ -319,11 +335,11 @@ DEVICE void compute_product(
         }
         UNROLL
         for (int j = 0; j < GROUP_TILES; j++)
-            if (j < count) {
+            if (j < group && j < count) {
                 float *red = shared()->red[j & 1];
                 UNROLL
                 for (int tile = 0; tile < ROW_TILES; tile++) {
-                    float *to = red + (warp * TILE + lane / 4) * RED_STRIDE + 8 * tile + lane % 4 * 2;
+                    float *to = red + (warp * TILE + line) * RED_STRIDE + 8 * tile + lane % 4 * 2;
                     to[0] = acc[j][tile][0];
                     to[1] = acc[j][tile][1];
                     to[8 * RED_STRIDE] = acc[j][tile][2];
@@ -362,7 +378,7 @@ typedef struct {
 } Softmax;
 
 // Token of a block of 8 in column c of its scores: so that two rows that a step reads side by side lie in different banks.
-DEVICE int token_of(int c) { return (c >> 1) + 4 * (c & 1); }
+DEVICE int token_of(int c) { return HEAD_DIM == 64 ? line_of(c) : (c & 4) | (c & 1) << 1 | (c >> 1 & 1); }
 
 DEVICE void begin_softmax(Softmax *softmax, const Round *round, int sequence, int head, int pair_tile) {
     const uint4 none = {0, 0, 0, 0};
@@ -421,14 +437,15 @@ DEVICE void weigh(Softmax *softmax, float (*scores)[4], int blocks) {
 DEVICE void attend_step(Softmax *softmax, const Round *round, const unsigned char *slot, int left) {
     int lane = thread_id() % LANES;
     float scores[KV_TOKENS / 8][4];
-    const unsigned char *k_at = slot + token_of(lane / 4) * KV_STRIDE + lane % 4 * 16;
     UNROLL
     for (int block = 0; block < KV_TOKENS / 8; block++) {
         UNROLL
         for (int c = 0; c < 4; c++) scores[block][c] = 0;
         UNROLL
-        for (int b = 0; b < KV_BLOCKS; b++)
-            add_scores(softmax, scores[block], b, load_shared_16(k_at + 8 * block * KV_STRIDE + 64 * b));
+        for (int b = 0; b < KV_BLOCKS; b++) {
+            int line = (8 * block + token_of(lane / 4)) * KV_LINES + b / 2;
+            add_scores(softmax, scores[block], b, load_shared_16(slot + swizzled(line, b % 2 * 4 + lane % 4)));
+        }
         UNROLL
         for (int c = 0; c < 4; c++) {
             int token = 8 * block + token_of(lane % 4 * 2 + c % 2);
@@ -436,18 +453,25 @@ DEVICE void attend_step(Softmax *softmax, const Round *round, const unsigned cha
         }
     }
     weigh(softmax, scores, KV_TOKENS / 8);
-    const unsigned char *v_at =
-        slot + (KV_TOKENS + lane / 8 % 2 * 8 + token_of(lane % 8)) * KV_STRIDE + lane / 16 * 16;
     UNROLL
     for (int pair = 0; pair < KV_TOKENS / 16; pair++) {
         float(*here)[4] = &scores[2 * pair];
         u32 a0 = pack_bf16(here[0][0], here[0][1]), a1 = pack_bf16(here[0][2], here[0][3]);
         u32 a2 = pack_bf16(here[1][0], here[1][1]), a3 = pack_bf16(here[1][2], here[1][3]);
+        // Behind the end there may be anything, also NaN.
+        u32 keep[2];
+        UNROLL
+        for (int block = 0; block < 2; block++) {
+            int low = 16 * pair + 8 * block + token_of(lane % 4 * 2), high = 16 * pair + 8 * block + token_of(lane % 4 * 2 + 1);
+            keep[block] = (low < left ? 0x0000ffffu : 0) | (high < left ? 0xffff0000u : 0);
+        }
         UNROLL
         for (int column = 0; column < HEAD_DIM / 8; column += 2) {
-            uint4 v = load_matrices_transposed(v_at + 16 * pair * KV_STRIDE + 16 * column);
-            multiply_add(softmax->acc[column], a0, a1, a2, a3, v.x, v.y);
-            multiply_add(softmax->acc[column + 1], a0, a1, a2, a3, v.z, v.w);
+            int piece = column + lane / 16;
+            int line = (16 * pair + lane / 8 % 2 * 8 + token_of(lane % 8)) * KV_LINES + piece / 8;
+            uint4 v = load_matrices_transposed(slot + KV_BYTES + swizzled(line, piece % 8));
+            multiply_add(softmax->acc[column], a0, a1, a2, a3, v.x & keep[0], v.y & keep[1]);
+            multiply_add(softmax->acc[column + 1], a0, a1, a2, a3, v.z & keep[0], v.w & keep[1]);
         }
     }
 }
@@ -473,69 +497,9 @@ DEVICE void end_softmax(const Softmax *softmax, const Round *round, int item, in
     }
 }
 
-// The slots behind the committed ones: written in this round, seen by masks, read past the ring.
-DEVICE void attend_tail(Softmax *softmax, const Round *round, const Layer *layer, int sequence, int head, int pair_tile) {
-    int lane = thread_id() % LANES, rows = round->rows_each, start = shared()->starts[sequence];
-    u64 seen = 0, mine[2];
-    for (int row = 0; row < rows; row++) seen |= (u64)round->visible[sequence * rows + row];
-    UNROLL
-    for (int half = 0; half < 2; half++) {
-        int row = (pair_tile * 16 + lane / 4 + 8 * half) / GROUP;
-        mine[half] = row < rows ? (u64)round->visible[sequence * rows + row] : 0;
-    }
-    for (int first = 0; first < round->num_tail; first += 16) {
-        float scores[2][4];
-        const bf16 *values[4];
-        UNROLL
-        for (int block = 0; block < 2; block++) {
-            int token = first + 8 * block + lane / 4;
-            int is_seen = token < round->num_tail && (seen >> token & 1), slot = is_seen ? start + token : 0;
-            int page = is_seen ? round->page_tables[(i64)sequence * round->max_pages + slot / PAGE_SIZE] : 0;
-            const bf16 *k = layer->k_pages + page * round->page_stride +
-                            (i64)(slot % PAGE_SIZE * KV_HEADS + head) * HEAD_DIM + lane % 4 * 8;
-            UNROLL
-            for (int c = 0; c < 4; c++) scores[block][c] = 0;
-            UNROLL
-            for (int b = 0; b < KV_BLOCKS; b++) {
-                uint4 value = {0, 0, 0, 0};
-                if (is_seen) value = load_fresh_16(k + 32 * b);
-                add_scores(softmax, scores[block], b, value);
-            }
-            UNROLL
-            for (int c = 0; c < 4; c++) {
-                int column = first + 8 * block + lane % 4 * 2 + c % 2;
-                int is_visible = column < round->num_tail && (mine[c / 2] >> column & 1);
-                scores[block][c] = is_visible ? scores[block][c] * round->scale : NOTHING;
-            }
-            UNROLL
-            for (int late = 0; late < 2; late++) {
-                int column = first + 8 * block + lane % 4 * 2 + late;
-                values[2 * block + late] = 0;
-                if (column < round->num_tail && (seen >> column & 1)) {
-                    int at = start + column;
-                    i64 from = round->page_tables[(i64)sequence * round->max_pages + at / PAGE_SIZE];
-                    values[2 * block + late] = layer->v_pages + from * round->page_stride +
-                                               (i64)(at % PAGE_SIZE * KV_HEADS + head) * HEAD_DIM + lane / 4;
-                }
-            }
-        }
-        weigh(softmax, scores, 2);
-        u32 a0 = pack_bf16(scores[0][0], scores[0][1]), a1 = pack_bf16(scores[0][2], scores[0][3]);
-        u32 a2 = pack_bf16(scores[1][0], scores[1][1]), a3 = pack_bf16(scores[1][2], scores[1][3]);
-        UNROLL
-        for (int column = 0; column < HEAD_DIM / 8; column++) {
-            u32 v[4];
-            UNROLL
-            for (int one = 0; one < 4; one++) v[one] = values[one] ? load_fresh_bf16(values[one] + 8 * column) : 0;
-            multiply_add(softmax->acc[column], a0, a1, a2, a3, v[0] | v[1] << 16, v[2] | v[3] << 16);
-        }
-    }
-}
-
-DEVICE void attend(Place *place, const Round *round, const Layer *layer) {
+DEVICE void attend(Place *place, const Round *round) {
     int warp = thread_id() / LANES, lane = thread_id() % LANES, tiles = round->row_tiles_of_pairs;
     int streams = WARPS / tiles, stream = warp / tiles, tile = warp % tiles;
-    int places = num_blocks() * streams;
     Item mine = shared()->items[stream];
     Softmax softmax;
     if (mine.count > 0) begin_softmax(&softmax, round, mine.sequence, mine.head, tile);
@@ -553,70 +517,150 @@ DEVICE void attend(Place *place, const Round *round, const Layer *layer) {
             step(place);
         }
     if (mine.count > 0) end_softmax(&softmax, round, block_id() + num_blocks() * stream, tile);
-    int tails = round->sequences * KV_HEADS * tiles;
-    for (int tail = (WARPS - 1 - warp) * num_blocks() + block_id(); tail < tails; tail += num_blocks() * WARPS) {
-        int at = tail / tiles, sequence = at / KV_HEADS, head = at % KV_HEADS;
-        begin_softmax(&softmax, round, sequence, head, tail % tiles);
-        attend_tail(&softmax, round, layer, sequence, head, tail % tiles);
-        end_softmax(&softmax, round, places + at, tail % tiles);
+}
+
+// A softmax of one (row, head) pair, spread over the lanes of a warp: columns lane, lane + 32, …
+enum { EACH = HEAD_DIM / LANES };
+
+typedef struct {
+    float acc[EACH], most, total;
+} Spread;
+
+DEVICE float warp_sum(float value) {
+    for (int mask = 16; mask; mask /= 2) value += as_float(exchange_xor(as_bits(value), mask));
+    return value;
+}
+
+DEVICE float warp_max(float value) {
+    for (int mask = 16; mask; mask /= 2) value = fmaxf(value, as_float(exchange_xor(as_bits(value), mask)));
+    return value;
+}
+
+// Sums so far are scaled to a new maximum; returns what scores are to be taken relative to.
+DEVICE float raise(Spread *spread, float most) {
+    most = fmaxf(most, spread->most);
+    float finite = most == NOTHING ? 0.0f : most, keep = exp2_of(spread->most - finite);
+    spread->most = most;
+    spread->total *= keep;
+    UNROLL
+    for (int e = 0; e < EACH; e++) spread->acc[e] *= keep;
+    return finite;
+}
+
+// Every `apart`th split of a pair, from `part` on.
+DEVICE void join_splits(Spread *spread, const Round *round, int first, int splits, int pair, int part, int apart) {
+    int lane = thread_id() % LANES, pairs = round->row_tiles_of_pairs * 16;
+    for (int base = part; base < splits; base += LANES * apart) {
+        int mine = base + lane * apart, count = smaller(LANES, (splits - base + apart - 1) / apart);
+        float most = NOTHING, total = 0;
+        if (mine < splits) {
+            const float *state = round->state + 2 * ((i64)(first + mine * KV_HEADS) * pairs + pair);
+            most = load_fresh_float(state);
+            total = load_fresh_float(state + 1);
+        }
+        float factor = exp2_of(most - raise(spread, warp_max(most)));
+        spread->total += warp_sum(factor * total);
+        UNROLL_8
+        for (int one = 0; one < count; one++) {
+            const float *from =
+                round->partial + ((i64)(first + (base + one * apart) * KV_HEADS) * pairs + pair) * HEAD_DIM + lane;
+            float share = as_float(exchange_from(as_bits(factor), one));
+            UNROLL
+            for (int e = 0; e < EACH; e++) spread->acc[e] += share * load_fresh_float(from + LANES * e);
+        }
     }
 }
 
-// Joins the splits of (row, head) pairs; as many warps a pair as there are to spare.
-DEVICE void combine(const Round *round) {
-    enum { EACH = HEAD_DIM / LANES };
-    int warp = thread_id() / LANES, lane = thread_id() % LANES, grid = num_blocks();
-    int pairs = round->row_tiles_of_pairs * 16, places = grid * (WARPS / round->row_tiles_of_pairs);
-    int tasks = round->rows * HEADS, warps_each = WARPS;
-    while (warps_each > 1 && grid * (WARPS / warps_each) < tasks) warps_each /= 2;
-    int tasks_at_once = grid * (WARPS / warps_each), part = warp % warps_each;
-    float *sums = shared()->red[0], *totals = shared()->red[1];
-    for (int begin = 0; begin < tasks; begin += tasks_at_once) {
-        int task = begin + (warp / warps_each) * grid + block_id();
-        float acc[EACH], total = 0;
+// The slots behind the committed ones, which this round wrote: every `apart`th, where the row sees it.
+DEVICE void attend_tail(
+    Spread *spread, const Round *round, const Layer *layer, int row, int head, int part, int apart) {
+    enum { AT_ONCE = 4 };
+    int lane = thread_id() % LANES, sequence = row / round->rows_each, start = shared()->starts[sequence];
+    const int *table = round->page_tables + (i64)sequence * round->max_pages;
+    u64 visible = (u64)round->visible[row];
+    float q[EACH];
+    UNROLL
+    for (int e = 0; e < EACH; e++)
+        q[e] = low_half(load_fresh_bf16(round->q + (i64)row * Q_SIZE + head * HEAD_DIM + lane + LANES * e));
+    for (int base = part; base < round->num_tail; base += AT_ONCE * apart) {
+        u32 k[AT_ONCE][EACH], v[AT_ONCE][EACH];
+        float scores[AT_ONCE], most = NOTHING;
         UNROLL
-        for (int e = 0; e < EACH; e++) acc[e] = 0;
-        if (task < tasks) {
-            int row = task / HEADS, head = task % HEADS, sequence = row / round->rows_each, kv_head = head / GROUP;
-            int pair = row % round->rows_each * GROUP + head % GROUP;
-            int first = shared()->first_item[sequence] + kv_head;
-            int splits = (committed_steps(shared()->starts[sequence]) + shared()->span - 1) / shared()->span;
-            float most = NOTHING;
-            for (int split = lane; split <= splits; split += LANES) {
-                int item = split < splits ? first + split * KV_HEADS : places + sequence * KV_HEADS + kv_head;
-                most = fmaxf(most, load_fresh_float(round->state + 2 * ((i64)item * pairs + pair)));
-            }
-            for (int mask = 16; mask; mask /= 2) most = fmaxf(most, as_float(exchange_xor(as_bits(most), mask)));
-            float finite = most == NOTHING ? 0.0f : most;
-            UNROLL_4
-            for (int split = part; split <= splits; split += warps_each) {
-                int item = split < splits ? first + split * KV_HEADS : places + sequence * KV_HEADS + kv_head;
-                i64 at = (i64)item * pairs + pair;
-                float factor = exp2_of(load_fresh_float(round->state + 2 * at) - finite);
-                total += factor * load_fresh_float(round->state + 2 * at + 1);
-                UNROLL
-                for (int e = 0; e < EACH; e++)
-                    acc[e] += factor * load_fresh_float(round->partial + at * HEAD_DIM + lane + LANES * e);
-            }
-        }
-        if (warps_each > 1) {
+        for (int one = 0; one < AT_ONCE; one++) {
+            int token = base + one * apart, is_seen = token < round->num_tail && (visible >> token & 1);
+            int slot = is_seen ? start + token : 0;
+            i64 at = lane + (i64)(slot % PAGE_SIZE * KV_HEADS + head / GROUP) * HEAD_DIM;
+            if (is_seen) at += table[slot / PAGE_SIZE] * round->page_stride;
             UNROLL
-            for (int e = 0; e < EACH; e++) sums[warp * HEAD_DIM + lane + LANES * e] = acc[e];
-            if (lane == 0) totals[warp] = total;
+            for (int e = 0; e < EACH; e++) {
+                k[one][e] = is_seen ? load_fresh_bf16(layer->k_pages + at + LANES * e) : 0;
+                v[one][e] = is_seen ? load_fresh_bf16(layer->v_pages + at + LANES * e) : 0;
+            }
+            scores[one] = is_seen ? 0.0f : NOTHING;
+        }
+        UNROLL
+        for (int one = 0; one < AT_ONCE; one++) {
+            float score = 0;
+            UNROLL
+            for (int e = 0; e < EACH; e++) score += q[e] * low_half(k[one][e]);
+            scores[one] += warp_sum(score) * round->scale;
+            most = fmaxf(most, scores[one]);
+        }
+        float finite = raise(spread, most);
+        UNROLL
+        for (int one = 0; one < AT_ONCE; one++) {
+            float weight = exp2_of(scores[one] - finite);
+            spread->total += weight;
+            UNROLL
+            for (int e = 0; e < EACH; e++) spread->acc[e] += weight * low_half(v[one][e]);
+        }
+    }
+}
+
+// Attention of every (row, head) pair from its splits and its tail; as many warps a pair as there are to spare.
+DEVICE void combine(const Round *round, const Layer *layer) {
+    int warp = thread_id() / LANES, lane = thread_id() % LANES, grid = num_blocks();
+    int tasks = round->rows * HEADS, apart = WARPS;
+    while (apart > 1 && grid * (WARPS / apart) < tasks) apart /= 2;
+    int part = warp % apart;
+    float *sums = shared()->red[0], *rest = shared()->red[1];
+    for (int begin = 0; begin < tasks; begin += grid * (WARPS / apart)) {
+        int task = begin + (warp / apart) * grid + block_id();
+        Spread spread;
+        spread.most = NOTHING;
+        spread.total = 0;
+        UNROLL
+        for (int e = 0; e < EACH; e++) spread.acc[e] = 0;
+        if (task < tasks) {
+            int row = task / HEADS, head = task % HEADS, sequence = row / round->rows_each;
+            int splits = (committed_steps(shared()->starts[sequence]) + shared()->span - 1) / shared()->span;
+            int pair = row % round->rows_each * GROUP + head % GROUP;
+            attend_tail(&spread, round, layer, row, head, part, apart);
+            join_splits(
+                &spread, round, shared()->first_item[sequence] + head / GROUP, splits, pair, part, apart);
+        }
+        if (apart > 1) {
+            UNROLL
+            for (int e = 0; e < EACH; e++) sums[warp * HEAD_DIM + lane + LANES * e] = spread.acc[e];
+            if (lane == 0) {
+                rest[2 * warp] = spread.most;
+                rest[2 * warp + 1] = spread.total;
+            }
             part_sync(CONSUMERS);
             if (part == 0)
-                for (int other = 1; other < warps_each; other++) {
-                    total += totals[warp + other];
+                for (int other = warp + 1; other < warp + apart; other++) {
+                    float share = exp2_of(rest[2 * other] - raise(&spread, rest[2 * other]));
+                    spread.total += share * rest[2 * other + 1];
                     UNROLL
-                    for (int e = 0; e < EACH; e++) acc[e] += sums[(warp + other) * HEAD_DIM + lane + LANES * e];
+                    for (int e = 0; e < EACH; e++) spread.acc[e] += share * sums[other * HEAD_DIM + lane + LANES * e];
                 }
             part_sync(CONSUMERS);
         }
         if (part == 0 && task < tasks) {
-            float factor = total == 0 ? 1.0f : 1.0f / total;
+            float factor = spread.total == 0 ? 1.0f : 1.0f / spread.total;
             UNROLL
             for (int e = 0; e < EACH; e++)
-                round->attended[(i64)task * HEAD_DIM + lane + LANES * e] = to_bf16(acc[e] * factor);
+                round->attended[(i64)task * HEAD_DIM + lane + LANES * e] = to_bf16(spread.acc[e] * factor);
         }
     }
 }
@@ -680,16 +724,24 @@ DEVICE void produce(const Round *round) {
     for (int index = 0; index < round->num_layers; index++) {
         const Layer *layer = &round->layers[index];
         produce_product(
-            &place, QKV, layer->qkv, HIDDEN, CHUNK_HIDDEN, QKV_TILES, first_tile(&turn, QKV_TILES), policy);
+            &place, QKV, &layer->qkv, HIDDEN, CHUNK_HIDDEN, GROUP_QKV, QKV_TILES, first_tile(&turn, QKV_TILES), policy);
         produce_kv(&place, round, layer, WARPS / round->row_tiles_of_pairs, policy);
         produce_product(
-            &place, OUTPUT, layer->output, Q_SIZE, CHUNK_ATTENDED, HIDDEN / TILE, first_tile(&turn, HIDDEN / TILE), policy);
+            &place, OUTPUT, &layer->output, Q_SIZE, CHUNK_ATTENDED, GROUP_OUTPUT, HIDDEN / TILE, first_tile(&turn, HIDDEN / TILE), policy);
         produce_product(
-            &place, GATE_UP, layer->gate_up, HIDDEN, CHUNK_HIDDEN, INTER / 8, first_tile(&turn, INTER / 8), policy);
+            &place, GATE_UP, &layer->gate_up, HIDDEN, CHUNK_HIDDEN, GROUP_GATE_UP, INTER / 8, first_tile(&turn, INTER / 8), policy);
         produce_product(
-            &place, DOWN, layer->down, INTER, CHUNK_INTER, HIDDEN / TILE, first_tile(&turn, HIDDEN / TILE), policy);
+            &place, DOWN, &layer->down, INTER, CHUNK_INTER, GROUP_DOWN, HIDDEN / TILE, first_tile(&turn, HIDDEN / TILE), policy);
     }
 }
+
+#ifdef TIMED
+DEVICE void stamp(const Round *round, int index, int point) {
+    if (thread_id() == 0) ((i64 *)round->features[3])[(index * num_blocks() + block_id()) * 16 + point] = clock64();
+}
+#else
+DEVICE void stamp(const Round *round, int index, int point) {}
+#endif
 
 DEVICE void consume(const Round *round) {
     Place place = {0, 0};
@@ -697,25 +749,37 @@ DEVICE void consume(const Round *round) {
     u32 goal = 0;
     for (int index = 0; index < round->num_layers; index++) {
         const Layer *layer = &round->layers[index];
+        stamp(round, index, 0);
         compute_product(
-            &place, round, layer, index, QKV, round->hidden, layer->input_norm, HIDDEN, CHUNK_HIDDEN, QKV_TILES,
+            &place, round, layer, index, QKV, round->hidden, layer->input_norm, HIDDEN, CHUNK_HIDDEN, GROUP_QKV, QKV_TILES,
             first_tile(&turn, QKV_TILES));
+        stamp(round, index, 1);
         consumers_meet(round, &goal);
-        attend(&place, round, layer);
+        stamp(round, index, 2);
+        attend(&place, round);
+        stamp(round, index, 3);
         consumers_meet(round, &goal);
-        combine(round);
+        stamp(round, index, 4);
+        combine(round, layer);
+        stamp(round, index, 5);
         consumers_meet(round, &goal);
+        stamp(round, index, 6);
         compute_product(
-            &place, round, layer, index, OUTPUT, round->attended, 0, Q_SIZE, CHUNK_ATTENDED, HIDDEN / TILE,
+            &place, round, layer, index, OUTPUT, round->attended, 0, Q_SIZE, CHUNK_ATTENDED, GROUP_OUTPUT, HIDDEN / TILE,
             first_tile(&turn, HIDDEN / TILE));
+        stamp(round, index, 7);
         consumers_meet(round, &goal);
+        stamp(round, index, 8);
         compute_product(
-            &place, round, layer, index, GATE_UP, round->hidden, layer->post_norm, HIDDEN, CHUNK_HIDDEN, INTER / 8,
+            &place, round, layer, index, GATE_UP, round->hidden, layer->post_norm, HIDDEN, CHUNK_HIDDEN, GROUP_GATE_UP, INTER / 8,
             first_tile(&turn, INTER / 8));
+        stamp(round, index, 9);
         consumers_meet(round, &goal);
+        stamp(round, index, 10);
         compute_product(
-            &place, round, layer, index, DOWN, round->act, 0, INTER, CHUNK_INTER, HIDDEN / TILE,
+            &place, round, layer, index, DOWN, round->act, 0, INTER, CHUNK_INTER, GROUP_DOWN, HIDDEN / TILE,
             first_tile(&turn, HIDDEN / TILE));
+        stamp(round, index, 11);
         if (index + 1 < round->num_layers) consumers_meet(round, &goal);
     }
 }
@@ -723,9 +787,10 @@ DEVICE void consume(const Round *round) {
 KERNEL(THREADS) decoder_layers(const BY_VALUE Round round) {
     if (thread_id() == 0) {
         for (int slot = 0; slot < NUM_SLOTS; slot++) {
-            signal_init(&shared()->full[slot], LANES);
+            signal_init(&shared()->full[slot], 1);
             signal_init(&shared()->empty[slot], WARPS);
         }
+        signals_ready();
     }
     plan_items(&round);
     if (thread_id() < CONSUMERS) {
@@ -733,6 +798,6 @@ KERNEL(THREADS) decoder_layers(const BY_VALUE Round round) {
         consume(&round);
     } else {
         GIVE_REGISTERS(40);
-        produce(&round);
+        if (thread_id() / LANES == PRODUCER) produce(&round);
     }
 }

@@ -17,6 +17,11 @@ typedef struct {
     u32 x, y, z, w;
 } uint4;
 
+// Of a tensor: where it lies, bytes from element to element of dimensions 1 to 4, elements of a box in every dimension.
+typedef struct {
+    u64 address, strides[4], box[5], unused[6];
+} TileMap;
+
 #define KERNEL(threads) static void
 #define DEVICE static inline
 #define UNROLL
@@ -50,9 +55,10 @@ typedef struct {
     char *stack;
 } Coroutine;
 
-// A signal in 8 bytes: arrivals still missing of the phase, and how many a phase needs.
+// A signal in 8 bytes: arrivals still missing of the phase, how many a phase needs, parity and bytes still missing.
 typedef struct {
-    int16_t missing, arrivals, parity, unused;
+    int8_t missing, arrivals, parity, unused;
+    int32_t bytes;
 } Signal;
 
 static Block emulated_blocks[MAX_BLOCKS];
@@ -162,26 +168,52 @@ DEVICE uint4 load_matrices_transposed(const void *row) {
     return (uint4){result[0], result[1], result[2], result[3]};
 }
 
+static void signal_settle(Signal *signal) {
+    if (signal->missing || signal->bytes) return;
+    signal->missing = signal->arrivals;
+    signal->parity ^= 1;
+    idle_turns = 0;
+}
 DEVICE void signal_init(u64 *place, int arrivals) {
-    *(Signal *)place = (Signal){(int16_t)arrivals, (int16_t)arrivals, 0, 0};
+    *(Signal *)place = (Signal){(int8_t)arrivals, (int8_t)arrivals, 0, 0, 0};
 }
 DEVICE void signal_arrive(u64 *place) {
     Signal *signal = (Signal *)place;
-    if (--signal->missing == 0) {
-        signal->missing = signal->arrivals;
-        signal->parity ^= 1;
-        idle_turns = 0;
-    }
+    if (--signal->missing < 0) abort();
+    signal_settle(signal);
 }
-DEVICE void signal_copies(u64 *place) { signal_arrive(place); }
+DEVICE void signal_expect(u64 *place, int bytes) {
+    ((Signal *)place)->bytes += bytes;
+    signal_arrive(place);
+}
+DEVICE void signals_ready(void) {}
 DEVICE void signal_wait(u64 *place, int parity) {
     while (((Signal *)place)->parity == parity) yield();
 }
 DEVICE u64 policy_read_once(void) { return 0; }
-DEVICE void copy_16(void *to, const void *from, u64 policy) {
+DEVICE void copy_box_5(void *to, const TileMap *map, int a, int b, int c, int d, int e, u64 *place, u64 policy) {
+    const unsigned char *from = (const unsigned char *)(uintptr_t)map->address + 2 * a + b * map->strides[0] +
+                                c * map->strides[1] + d * map->strides[2] + e * map->strides[3];
+    unsigned char *shared = shared_base();
+    size_t begin = (size_t)((unsigned char *)to - shared), line = 0;
+    if (map->box[0] != 64 || begin % 1024) abort();
+    for (u64 v = 0; v < map->box[4]; v++)
+        for (u64 w = 0; w < map->box[3]; w++)
+            for (u64 z = 0; z < map->box[2]; z++)
+                for (u64 y = 0; y < map->box[1]; y++, line++)
+                    for (int piece = 0; piece < 8; piece++) {
+                        const unsigned char *here = from + y * map->strides[0] + z * map->strides[1] +
+                                                    w * map->strides[2] + v * map->strides[3] + 16 * piece;
+                        memcpy(shared + begin + 128 * line + ((piece ^ (int)(line & 7)) << 4), here, 16);
+                    }
     (void)policy;
-    if ((uintptr_t)to % 16 || (uintptr_t)from % 16) abort();
-    memcpy(to, from, 16);
+    Signal *signal = (Signal *)place;
+    signal->bytes -= (int32_t)(128 * line);
+    if (signal->bytes < 0) abort();
+    signal_settle(signal);
+}
+DEVICE void copy_box_3(void *to, const TileMap *map, int a, int b, int c, u64 *place, u64 policy) {
+    copy_box_5(to, map, a, b, c, 0, 0, place, policy);
 }
 DEVICE void meet(u32 *counter, u32 goal) {
     ++*counter;
@@ -206,7 +238,7 @@ static void emulate(void (*body)(void), int blocks, int threads) {
     int alive = blocks * threads;
     for (int block = 0; block < blocks; block++) {
         memset(&emulated_blocks[block], 0, sizeof(Block));
-        emulated_blocks[block].shared = aligned_alloc(128, SHARED_BYTES);
+        emulated_blocks[block].shared = aligned_alloc(1024, SHARED_BYTES);
         memset(emulated_blocks[block].shared, 0xff, SHARED_BYTES);  // NaN wherever nothing was written
         for (int thread = 0; thread < threads; thread++) {
             Coroutine *one = &emulated_threads[block * threads + thread];

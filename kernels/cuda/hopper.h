@@ -7,6 +7,11 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// What the copy engine is told of a tensor; made by the host.
+typedef struct __align__(64) {
+    u64 words[16];
+} TileMap;
+
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 #define DEVICE static __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
@@ -17,7 +22,7 @@ typedef long long i64;
 #define BY_VALUE __grid_constant__
 #define NOTHING __int_as_float(0xff800000)  // the smallest score: minus infinity
 
-extern __shared__ __align__(128) unsigned char shared_memory[];
+extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 DEVICE unsigned char *shared_base(void) { return shared_memory; }
 DEVICE int thread_id(void) { return threadIdx.x; }
@@ -79,10 +84,14 @@ DEVICE void signal_init(u64 *signal, int arrivals) {
 DEVICE void signal_arrive(u64 *signal) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(signal)) : "memory");
 }
-// This thread arrives as soon as the copies that it has begun are complete.
-DEVICE void signal_copies(u64 *signal) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(signal)) : "memory");
+// One arrival, and so many bytes that copies will bring.
+DEVICE void signal_expect(u64 *signal, int bytes) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
+                     shared_address(signal)),
+                 "r"(bytes)
+                 : "memory");
 }
+DEVICE void signals_ready(void) { asm volatile("fence.proxy.async;" ::: "memory"); }
 DEVICE void signal_wait(u64 *signal, int parity) {
     asm volatile(
         "{\n .reg .pred done;\n"
@@ -97,11 +106,20 @@ DEVICE u64 policy_read_once(void) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// Begins a copy of 16 bytes into shared memory.
-DEVICE void copy_16(void *to, const void *from, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "l"(policy)
-                 : "memory");
+// Copies of a box of a tensor into shared memory, by its first element; their bytes count towards `signal`.
+DEVICE void copy_box_3(void *to, const TileMap *map, int a, int b, int c, u64 *signal, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(signal)), "r"(a), "r"(b), "r"(c), "l"(policy)
+        : "memory");
+}
+DEVICE void copy_box_5(void *to, const TileMap *map, int a, int b, int c, int d, int e, u64 *signal, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(signal)), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "l"(policy)
+        : "memory");
 }
 
 // Counts this block as arrived and waits until `goal` blocks are counted.

@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from kernel_cases import PagedSequences, normal, random_parents
 from torch import Tensor
 
+from graftline.kernels.cuda_program import BoxMap
 from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
 from graftline.kernels.linear import LinearWeight
 from graftline.kernels.resident_layers import (
@@ -37,10 +39,11 @@ class Weights:
 
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
-PAGE = 4
-SMALL = ResidentSizes(hidden=64, inter=96, heads=4, kv_heads=2, head_dim=32, page_size=PAGE)
+PAGE = 8
+SMALL = ResidentSizes(hidden=128, inter=192, heads=4, kv_heads=2, head_dim=64, page_size=PAGE)
+WIDE = ResidentSizes(hidden=64, inter=64, heads=2, kv_heads=2, head_dim=128, page_size=4)
 # Chunks of 576 = 18 steps, which eight warps do not share evenly.
-ODD = ResidentSizes(hidden=576, inter=160, heads=9, kv_heads=3, head_dim=64, page_size=PAGE)
+ODD = ResidentSizes(hidden=576, inter=192, heads=9, kv_heads=3, head_dim=64, page_size=PAGE)
 
 
 def weights_of(sizes: ResidentSizes, seed: int, with_bias: bool) -> Weights:
@@ -71,12 +74,18 @@ def widened(weights: Weights) -> Weights:
 
 
 @cache
-def library(sizes: ResidentSizes, row_tiles: int, folder: Path) -> ctypes.CDLL:
-    target = folder / f"{abs(hash(sizes))}-{row_tiles}.so"
-    macros = [f"-D{name}={value}" for name, value in sizes.macros(row_tiles).items()]
+def library(sizes: ResidentSizes, row_tiles: int, blocks: int, folder: Path) -> ctypes.CDLL:
+    target = folder / f"{abs(hash(sizes))}-{row_tiles}-{blocks}.so"
+    macros = [f"-D{name}={value}" for name, value in sizes.macros(row_tiles, blocks).items()]
     words = ["gcc", "-std=gnu11", "-O2", "-w", "-fPIC", "-shared", *macros]
     subprocess.run([*words, str(SOURCES / "emulated_decoder_layers.c"), "-o", str(target), "-lm"], check=True)
     return ctypes.CDLL(str(target))
+
+
+def emulated_map(box: BoxMap) -> bytes:
+    """`TileMap` of emulated.h."""
+    strides, sizes = [*box.strides, 0, 0, 0], [*box.box, 1, 1, 1]
+    return struct.pack("16Q", box.address, *strides[:4], *sizes[:5], *[0] * 6)
 
 
 class Case:
@@ -122,12 +131,12 @@ class Case:
         pool = self.pool.clone()
         table = layer_table(
             [(one.input_norm, one.qkv, one.output, one.post_norm, one.gate_up, one.down) for one in self.weights],
-            self.pages(pool), torch.device("cpu"),
+            self.pages(pool), self.sizes, torch.device("cpu"), emulated_map,
         )  # fmt: skip
         shape = ResidentShape(self.shape.eps, self.shape.scale, self.shape.cos, self.shape.sin)
         prepared = prepare_round(table, self.hidden, self.batch, pool.stride(0), self.sizes, shape, capture, blocks)
         row_tiles = -(-self.batch.num_rows // 8)
-        library(self.sizes, row_tiles, folder).emulate_decoder_layers(ctypes.byref(prepared.arguments), blocks)
+        library(self.sizes, row_tiles, blocks, folder).emulate_decoder_layers(ctypes.byref(prepared.arguments), blocks)
         return prepared.hidden, prepared.features, pool
 
 
@@ -151,6 +160,7 @@ def chain(rows: int) -> list[int]:
         (SMALL, [(70, random_parents(5, 1)), (31, random_parents(3, 2))], 5),
         (SMALL, [(200, random_parents(16, 3))], 16),
         (ODD, [(100, chain(1)), (64, chain(1))], 1),
+        (WIDE, [(100, chain(2)), (64, chain(1))], 2),
     ],
 )
 def test_equals_the_single_ops(
