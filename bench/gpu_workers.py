@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from graftline.bench.gpu_pair import TimedAnswer
+from graftline.bench.stage_use import Sign, SignLog
 from graftline.engine.config import EngineConfig, Role
-from graftline.engine.plan import StageAlive
-from graftline.engine.request import Request, RequestId, RequestKey, Sampling, Stopping, Token
+from graftline.engine.request import DraftTree, Request, RequestId, RequestKey, Sampling, Stopping, Token
 from graftline.engine.service_api import (
     DecodeFinished,
     FirstToken,
@@ -60,6 +60,7 @@ def _host(channel: Connection, config_text: str, transfer_text: str) -> None:
         channel.send(("failed", f"{type(error).__name__}: {error}"))
         raise
     outbox = _Outbox(channel)
+    signs: SignLog | None = None
     channel.send(("ready", list(engine.layouts)))
     while True:
         try:
@@ -71,7 +72,13 @@ def _host(channel: Connection, config_text: str, transfer_text: str) -> None:
             outbox.put(("stopped", None))
             outbox.close()
             end_process(0)
-        _obey(engine, outbox, name, values)
+        elif name == "watch":
+            signs = SignLog(engine.stage_load)
+        elif name == "signs":
+            assert signs is not None, "nothing was watched"
+            outbox.put(("signs", signs.finish()))
+        else:
+            _obey(engine, outbox, name, values)
 
 
 def _obey(engine: WorkerEngine[Any], outbox: "_Outbox", name: str, values: tuple[Any, ...]) -> None:
@@ -89,8 +96,6 @@ def _obey(engine: WorkerEngine[Any], outbox: "_Outbox", name: str, values: tuple
             scheduler.reserve(request, outbox.events_of(index))
         case "start":
             scheduler.start(*values)
-        case "load":
-            outbox.put(("load", list(engine.stage_load())))
         case _:
             raise ValueError(f"a worker was told {name!r}")
 
@@ -171,12 +176,15 @@ class WorkerProcess:
         with self._lock:
             self._channel.send((name, values))
 
-    def stage_load(self) -> list[StageAlive]:
-        """The last sign of life of every stage."""
-        self.tell("load")
+    @contextmanager
+    def watched(self, signs: list[Sign]) -> Iterator[None]:
+        """Adds every sign of life that its stages give while the block is open."""
+        self.tell("watch")
+        yield
+        self.tell("signs")
         kind, value = self._answers.get(timeout=_ANSWER_TIMEOUT_S)
-        assert kind == "load"
-        return list(value)
+        assert kind == "signs"
+        signs += value
 
     def stop(self) -> None:
         """Ends the process, by force if need be."""
@@ -215,23 +223,38 @@ class Handoff:
 
 @dataclass(slots=True)
 class PairAnswer(TimedAnswer):
-    """An answer with its handoff; without one for a single token."""
-
-    handoff: Handoff = field(default_factory=Handoff)
-
-
-@dataclass(frozen=True, slots=True)
-class StageUse:
-    """A stage between two looks.
+    """An answer with its handoff; without one for a single token.
 
     Attributes:
-        busy: share of the time that it computed.
+        started_s: when the decode was told to begin.
     """
 
-    stage: int
-    busy: float
-    busy_s: float
-    steps: int
+    handoff: Handoff = field(default_factory=Handoff)
+    started_s: float = 0.0
+
+    @property
+    def decode_tpot_s(self) -> float:
+        """Seconds a token behind the first one, from the decode's start on."""
+        return (self.arrivals[-1][0] - self.started_s) / max(1, len(self.ids) - 1)
+
+
+class _Starts:
+    """Has a decode begin requests when so many have come that are awaited."""
+
+    def __init__(self, decode: WorkerProcess, num_awaited: int) -> None:
+        self._decode = decode
+        self._num_awaited = num_awaited
+        self._waiting: list[tuple[PairAnswer, RequestKey, Token, DraftTree]] = []
+
+    def add(self, answer: PairAnswer, key: RequestKey, first_token: Token, tree: DraftTree) -> None:
+        """A request whose KV has arrived."""
+        self._waiting.append((answer, key, first_token, tree))
+        if len(self._waiting) < self._num_awaited:
+            return
+        for waiting, *values in self._waiting:
+            waiting.started_s = time.monotonic()
+            self._decode.tell("start", *values)
+        self._waiting.clear()
 
 
 class WorkerPair:
@@ -250,18 +273,28 @@ class WorkerPair:
         self.prefill.tell("pair", _PEER, encode_peer(stage_layouts(self.decode.layouts)))
 
     def run(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, real_tree: bool = True, concurrency: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        real_tree: bool = True,
+        concurrency: int = 0,
+        together: bool = False,
     ) -> list[PairAnswer]:
         """Every answer has `max_tokens` tokens.
 
         Args:
             concurrency: requests under way at a time; 0: all.
+            together: no decode begins before the KV of all prompts has arrived; needs more tokens than one, and room
+                for all of them at a time.
 
         Raises:
             RuntimeError: a request ended in another way than by its length, or nothing happened for long.
         """
         requests = [self._request(prompt, max_tokens) for prompt in prompts]
         answers = [PairAnswer(0.0) for _ in requests]
+        assert not together or (concurrency in (0, len(requests)) and max_tokens > 1), "they would wait for ever"
+        starts = _Starts(self.decode, len(requests) if together else 1)
         waiting = iter(range(len(requests)))
         for index in itertools.islice(waiting, concurrency or len(requests)):
             self._submit(index, requests[index], answers[index], real_tree)
@@ -272,21 +305,10 @@ class WorkerPair:
                 raise RuntimeError(f"no event for {_EVENT_TIMEOUT_S:g} s") from None
             if index < 0:
                 raise RuntimeError(str(event))
-            self._take(index, requests[index], answers[index], second, event)
+            self._take(index, requests[index], answers[index], second, event, starts)
             if answers[index].ended and (following := next(waiting, None)) is not None:
                 self._submit(following, requests[following], answers[following], real_tree)
         return answers
-
-    @contextmanager
-    def watched(self, uses: list[StageUse]) -> Iterator[None]:
-        """Adds what the decode's stages did while the block was open."""
-        before, started = {one.stage: one for one in self.decode.stage_load()}, time.monotonic()
-        yield
-        elapsed = time.monotonic() - started
-        for after in self.decode.stage_load():
-            earlier = before[after.stage]
-            busy_s = after.busy_s - earlier.busy_s
-            uses.append(StageUse(after.stage, busy_s / elapsed, busy_s, after.steps - earlier.steps))
 
     def _request(self, prompt: Sequence[int], max_tokens: int) -> Request:
         key = RequestKey(RequestId(f"request-{next(self._ids)}"), 0)
@@ -297,7 +319,9 @@ class WorkerPair:
         answer.submitted_s = time.monotonic()
         self.prefill.tell("submit", index, request, real_tree)
 
-    def _take(self, index: int, request: Request, answer: PairAnswer, second: float, event: Any) -> None:
+    def _take(
+        self, index: int, request: Request, answer: PairAnswer, second: float, event: Any, starts: _Starts
+    ) -> None:
         is_short = request.stopping.max_tokens == 1
         match event:
             case Scheduled():
@@ -312,7 +336,7 @@ class WorkerPair:
                 if is_short:
                     answer.ended = True
                 else:
-                    self.decode.tell("start", request.key, Token(answer.ids[0]), tree)
+                    starts.add(answer, request.key, Token(answer.ids[0]), tree)
             case Tokens(tokens):
                 _arrived(answer, tokens, second)
             case DecodeFinished(speculation=speculation):

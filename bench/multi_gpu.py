@@ -1,8 +1,9 @@
-"""Everything that is measured on two GPUs of one host, in sections that fit a run of nine minutes.
+"""Everything that is measured on two GPUs of one host, in sections.
 
-`python -m graftline.bench.multi_gpu --out results/multi_gpu.json --seconds 530 --model FILE.gguf` runs all sections,
-the most telling first. Every section is a process of its own with a bound of its own, so that a crash or a hang costs
-one section; `--out` holds what was found so far. `--device cpu` tries the logic with tiny models, gloo for NCCL.
+`python -m graftline.bench.multi_gpu --out results/multi_gpu.json --seconds 530 --model FILE.gguf` runs what fits of the
+sections, the most telling first; with `--sections` those that are named. Every section is a process of its own with a
+bound of its own, so that a crash or a hang costs one section; `--out` holds what was found so far. `--device cpu` tries
+the logic with tiny models, gloo for NCCL.
 """
 
 import argparse
@@ -65,7 +66,8 @@ def _handoff(steps: Steps, place: Place) -> None:
 def _large(steps: Steps, place: Place) -> None:
     from graftline.bench.gpu_configs import usual_tree
     from graftline.bench.gpu_models import LLAMA_8B, write_successor_pair
-    from graftline.bench.multi_gpu_speculation import Load, measure_speculation
+    from graftline.bench.multi_gpu_load import Load
+    from graftline.bench.multi_gpu_speculation import measure_speculation
 
     shapes = TINY if place.device == "cpu" else LLAMA_8B
     model, head = write_successor_pair(place.scratch / "successors", SHARE, shapes)
@@ -77,7 +79,8 @@ def _large(steps: Steps, place: Place) -> None:
 def _long(steps: Steps, place: Place) -> None:
     from graftline.bench.gpu_configs import usual_tree
     from graftline.bench.gpu_models import LLAMA_8B, write_successor_pair
-    from graftline.bench.multi_gpu_speculation import Load, measure_speculation
+    from graftline.bench.multi_gpu_load import Load
+    from graftline.bench.multi_gpu_speculation import measure_speculation
 
     length = 16384
     shapes = TINY if place.device == "cpu" else {**LLAMA_8B, "max_position_embeddings": length + 1024}
@@ -89,12 +92,13 @@ def _long(steps: Steps, place: Place) -> None:
 def _small(steps: Steps, place: Place) -> None:
     from graftline.bench.gpu_configs import usual_tree
     from graftline.bench.gpu_parity import parity_prompts
-    from graftline.bench.multi_gpu_speculation import Load, measure_speculation
+    from graftline.bench.multi_gpu_load import Load
+    from graftline.bench.multi_gpu_speculation import measure_speculation
     from graftline.engine.models.checkpoint import open_checkpoint
 
     model, head = _model_and_head(place)
     texts = parity_prompts(open_checkpoint(model)) if place.model else ()
-    load = Load.small() if place.device == "cpu" else Load.of_gpu(512, texts)
+    load = Load.small() if place.device == "cpu" else Load.of_texts(512, texts)
     measure_speculation(steps, "default model", model, head, place.devices, load, usual_tree(place.device))
 
 
@@ -121,11 +125,11 @@ class Section:
 
 
 SECTIONS = {
-    "parity": Section(120.0, _parity),
-    "handoff": Section(110.0, _handoff),
-    "large": Section(220.0, _large),
-    "long": Section(220.0, _long),
-    "small": Section(140.0, _small),
+    "parity": Section(110.0, _parity),
+    "handoff": Section(100.0, _handoff),
+    "large": Section(200.0, _large),
+    "long": Section(200.0, _long),
+    "small": Section(150.0, _small),
 }
 """In order of importance."""
 

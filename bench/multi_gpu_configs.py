@@ -12,7 +12,7 @@ from graftline.engine.layer_split import automatic_split
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.tree_shape import TreeShape
 
-_HEARTBEAT_S = 0.1
+_HEARTBEAT_S = 0.05
 TINY: Mapping[str, Any] = {
     **LLAMA_8B,
     "num_hidden_layers": 4,

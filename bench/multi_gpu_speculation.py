@@ -1,79 +1,61 @@
 """Time per output token of one stage and of two, plain and with EAGLE from a root or a real tree, by concurrency."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from graftline.bench.gpu_configs import Setting, shape_name
 from graftline.bench.gpu_steps import Steps
-from graftline.bench.gpu_workers import PairAnswer, StageUse, WorkerPair, worker_pair
+from graftline.bench.gpu_workers import PairAnswer, WorkerPair, worker_pair
 from graftline.bench.multi_gpu_configs import decode_over, prefill_over
-from graftline.bench.stats import median
+from graftline.bench.multi_gpu_load import Ask, Load
+from graftline.bench.stage_use import Sign, StageUse, stage_uses
+from graftline.bench.stats import mean, median
+from graftline.bench.steady_window import steady_windows, tokens_per_s, tpot_s
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.split_measure import measured_split
 from graftline.engine.tree_shape import TreeShape
 
+CHAIN = TreeShape(5, 1, 6)
+"""Beside the usual tree where many requests make a verify of many nodes compute-bound."""
+_WARM_UP_TOKENS = 4
+
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What is asked of every pair.
+class Kind:
+    """A pair of engines and how its requests start.
 
     Attributes:
-        prompt_len: tokens of every prompt.
-        output_tokens: of an answer at concurrency 1 and 2: what a first round's tree is worth is spread over them.
-        steady_tokens: of an answer at higher concurrency, so that all requests decode together for a while.
-        texts: prompts of text, for heads that draft nothing useful behind others; cut to `prompt_len`.
-        prefix_cache: of the prefill.
+        tree: None: plain.
+        real_tree: first rounds verify the prefill's tree, not the root alone.
     """
 
-    prompt_len: int
-    concurrencies: Sequence[int]
-    output_tokens: int
-    steady_tokens: int
-    num_pages: int
-    page_size: int = 16
-    chunk_tokens: int = 1024
-    threads: int = 4
-    repeats: int = 3
-    texts: Sequence[Sequence[int]] = ()
-    prefix_cache: bool = False
+    stages: int
+    tree: TreeShape | None
+    real_tree: bool = True
 
-    @classmethod
-    def of_gpu(cls, prompt_len: int, texts: Sequence[Sequence[int]] = ()) -> "Load":
-        """What a run of nine minutes has time for."""
-        pages = 33 * (-(-(prompt_len + 320) // 16) + 1)
-        return cls(prompt_len, (1, 2, 8, 32), 64, 256, pages, texts=texts)
+    @property
+    def pair_name(self) -> str:
+        """Of the engines."""
+        return f"{self.stages} stages {'plain' if self.tree is None else f'EAGLE {shape_name(self.tree)}'}"
 
-    @classmethod
-    def of_long_prompts(cls, prompt_len: int) -> "Load":
-        """Prompts that take longer to compute than there is time for: the prefill keeps them after their first use."""
-        pages = 33 * (-(-(prompt_len + 192) // 16) + 1)
-        return cls(prompt_len, (32, 8, 1), 64, 128, pages, chunk_tokens=4096, repeats=2, prefix_cache=True)
+    @property
+    def start_name(self) -> str:
+        """Of the start; nothing for plain engines."""
+        return "" if self.tree is None else ", real tree" if self.real_tree else ", root-only"
 
-    @classmethod
-    def small(cls) -> "Load":
-        """For trying the logic on a CPU."""
-        return cls(24, (1, 4), 12, 16, 64, chunk_tokens=32, threads=1, repeats=1)
 
-    def tokens_at(self, concurrency: int) -> int:
-        """Output tokens of every answer."""
-        return self.output_tokens if concurrency <= 2 else self.steady_tokens
-
-    def prompts(self, concurrency: int, vocab: int) -> list[list[int]]:
-        """As many prompts as there are requests at a time, all different, unless there are fewer texts."""
-        if self.texts:
-            return [list(self.texts[row % len(self.texts)])[: self.prompt_len] for row in range(concurrency)]
-        limit = min(vocab - 2, 30000) - 2
-        return [[(31 * row + 7 * index) % limit + 2 for index in range(self.prompt_len)] for row in range(concurrency)]
+Figures = dict[str, Any]
+Found = dict[tuple[Kind, Ask], Figures]
 
 
 def measure_speculation(
     steps: Steps, name: str, model: Path, head: Path | None, devices: Sequence[str], load: Load, shape: TreeShape
 ) -> None:
-    """Notes every pair of engines by concurrency and kind of start, then ratios and the stages' use."""
+    """Notes every pair of engines, the most telling first, by concurrency and kind of start, and ratios."""
     is_cpu = devices[0] == "cpu"
     setting = Setting(
         model,
@@ -86,90 +68,129 @@ def measure_speculation(
         chunk_tokens=load.chunk_tokens,
         threads=load.threads,
     )
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    for stages, tree in ((2, shape), (2, None), (1, None)):
-        if tree is not None and head is None:
+    found: Found = {}
+    rates = [load.steady(concurrency) for concurrency in load.concurrencies]
+    pairs = [
+        (Kind(2, shape), load.asks()),
+        (Kind(2, None), load.asks()),
+        (Kind(1, None), rates),
+        (Kind(1, shape), rates),
+        (Kind(2, CHAIN), [ask for ask in rates if ask.concurrency > 2]),
+    ]
+    for kind, asks in pairs:
+        if kind.tree is not None and head is None:
             continue
-        where = f"{name}, {stages} stages {'plain' if tree is None else f'EAGLE {shape_name(tree)}'}"
-        run = partial(_measure_pair, steps, where, setting, tree, devices[-stages:], load, found)
-        steps.step(where, run, needs_s=15.0)
-    steps.note(f"{name}, ratios", dict(_ratios(found, load.concurrencies)))
+        where = f"{name}, {kind.pair_name}"
+        run = partial(_measure_pair, steps, where, setting, kind, asks, devices[-kind.stages :], load, found)
+        steps.step(where, run, needs_s=load.start_s)
+        steps.note(f"{name}, ratios", dict(ratios(found, load, shape)))
 
 
 def _measure_pair(
     steps: Steps,
     where: str,
     setting: Setting,
-    tree: TreeShape | None,
+    kind: Kind,
+    asks: Sequence[Ask],
     devices: Sequence[str],
     load: Load,
-    found: dict[tuple[str, int], dict[str, Any]],
-) -> dict[str, Any]:
+    found: Found,
+) -> Figures:
     """Starts engines of one kind, measures every concurrency, and tells how the layers were split."""
-    decode = decode_over(setting, tree, devices)
+    decode = decode_over(setting, kind.tree, devices)
     if len(devices) > 1:
-        decode = decode_over(setting, tree, devices, measured_split(decode))
+        decode = decode_over(setting, kind.tree, devices, measured_split(decode))
     # The prefill shares a GPU with a stage of two: the first one's, or the last one's, which has fewer layers, where it
     # keeps all prompts.
-    beside = devices[-1] if load.prefix_cache and len(devices) > 1 else setting.device
-    prefill = prefill_over(setting, tree, [beside], prefix_cache=load.prefix_cache)
-    starts = {"plain": True} if tree is None else {"real tree": True, "root-only": False}
+    beside = devices[-1] if load.keeps_prompts and len(devices) > 1 else setting.device
+    pages = load.prefill_pages or setting.num_pages
+    prefill = prefill_over(replace(setting, num_pages=pages), kind.tree, [beside], prefix_cache=load.keeps_prompts)
+    vocab = read_model_config(setting.model).vocab_size
     with worker_pair(prefill, decode) as pair:
-        for concurrency, (start, real_tree) in product(load.concurrencies, starts.items()):
-            kind = f"{len(devices)} stages {start}"
-            run = partial(_figures, pair, setting.model, load, concurrency, real_tree)
-            figures = steps.step(f"{where}, {start}, concurrency {concurrency}", run, needs_s=3.0)
-            if figures is not None:
-                found[kind, concurrency] = figures
+        if load.keeps_prompts:
+            pair.run(load.groups(load.short(1), vocab)[0], _WARM_UP_TOKENS)
+        for ask in asks:
+            for one in _starts(kind, ask):
+                run = partial(_figures, pair, load.groups(ask, vocab), ask, one.real_tree)
+                figures = steps.step(f"{where}{one.start_name}, {ask.name}", run, needs_s=load.needs_s(ask))
+                if figures is not None:
+                    found[one, ask] = figures
     return {"layers": decode.layer_split}
 
 
-def _figures(pair: WorkerPair, model: Path, load: Load, concurrency: int, real_tree: bool) -> dict[str, Any]:
-    prompts = load.prompts(concurrency, read_model_config(model).vocab_size)
-    tokens = load.tokens_at(concurrency)
-    pair.run(prompts, 4, real_tree=real_tree)
-    answers: list[PairAnswer] = []
-    uses: list[StageUse] = []
-    steady: list[float] = []
-    for _ in range(load.repeats if concurrency <= 2 else 1):
-        with pair.watched(uses):
-            run = pair.run(prompts, tokens, real_tree=real_tree)
-        answers += run
-        steady.append(steady_rate(run))
+def _starts(kind: Kind, ask: Ask) -> list[Kind]:
+    """What the first tree is worth shows in short answers, and is asked of two stages."""
+    is_asked = kind.tree is not None and kind.stages > 1 and not ask.together
+    return [kind, replace(kind, real_tree=False)] if is_asked else [kind]
+
+
+def _figures(pair: WorkerPair, groups: Sequence[Sequence[Sequence[int]]], ask: Ask, real_tree: bool) -> Figures:
+    pair.run(groups[0], _WARM_UP_TOKENS, real_tree=real_tree)
+    runs: list[list[PairAnswer]] = []
+    signs: list[Sign] = []
+    with pair.decode.watched(signs):
+        runs += [
+            pair.run(group, ask.tokens, real_tree=real_tree, together=ask.together)
+            for group in list(groups) * ask.repeats
+        ]
+    answers = list(chain.from_iterable(runs))
+    windows = list(steady_windows(runs))
+    uses = stage_uses(signs, [(window.begin_s, window.end_s) for window in windows])
+    each = [answer.decode_tpot_s if ask.together else answer.tpot_s for answer in answers]
     rounds = sum(answer.speculation.rounds for answer in answers)
     accepted = sum(answer.speculation.accepted for answer in answers)
     return {
-        "tpot_ms": 1e3 * median([answer.tpot_s for answer in answers]),
+        "answers": len(answers),
+        "tpot_ms": 1e3 * median(each),
+        "mean_tpot_ms": 1e3 * mean(each),
         "ttft_ms": 1e3 * median([answer.ttft_s for answer in answers]),
-        "tokens_per_s": median(steady),
         "accept_length": (accepted + rounds) / rounds if rounds else None,
         "first_round_accepted": sum(answer.speculation.first_round_accepted for answer in answers) / len(answers),
-        "stage_busy": [
-            {"stage": use.stage, "busy": use.busy, "ms_a_step": 1e3 * use.busy_s / use.steps if use.steps else None}
-            for use in uses[-2:]
-        ],
+        "window": {
+            "seconds": sum(window.seconds for window in windows),
+            "tokens": sum(window.tokens for window in windows),
+            "runs": f"{len(windows)} of {len(runs)}",
+        },
+        "tokens_per_s": tokens_per_s(windows),
+        "window_tpot_ms": _ms(tpot_s(windows)),
+        "stage_busy": [_stage_figures(use) for use in uses],
     }
 
 
-def steady_rate(answers: Sequence[PairAnswer]) -> float:
-    """Tokens a second while all of the requests decode; over the whole run when they never do so together."""
-    begin_s = max(answer.arrivals[0][0] for answer in answers)
-    end_s = min(answer.arrivals[-1][0] for answer in answers)
-    if end_s <= begin_s:
-        begin_s = min(answer.arrivals[0][0] for answer in answers)
-        end_s = max(answer.arrivals[-1][0] for answer in answers)
-    counted = sum(count for answer in answers for second, count in answer.arrivals if begin_s < second <= end_s)
-    return counted / (end_s - begin_s) if end_s > begin_s else 0.0
+def _stage_figures(use: StageUse) -> Figures:
+    return {
+        "stage": use.stage,
+        "busy": use.busy,
+        "ms_a_step": _ms(use.s_a_step),
+        "steps": use.steps,
+        "seconds": use.seconds,
+    }
 
 
-def _ratios(found: dict[tuple[str, int], dict[str, Any]], concurrencies: Sequence[int]) -> Iterator[tuple[str, float]]:
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def ratios(found: Mapping[tuple[Kind, Ask], Figures], load: Load, shape: TreeShape) -> Iterator[tuple[str, float]]:
     """What the issue asks for, of the figures there are."""
-    wanted = (
-        ("real tree over plain, TPOT", "2 stages real tree", "2 stages plain", "tpot_ms"),
-        ("real tree over root-only, TPOT", "2 stages real tree", "2 stages root-only", "tpot_ms"),
-        ("2 stages over 1, tokens a second", "2 stages plain", "1 stages plain", "tokens_per_s"),
-    )
-    for concurrency, (name, above, below, figure) in product(concurrencies, wanted):
-        ours, theirs = found.get((above, concurrency)), found.get((below, concurrency))
-        if ours and theirs and theirs[figure]:
-            yield f"concurrency {concurrency}: {name}", ours[figure] / theirs[figure]
+    real, plain, root_only = Kind(2, shape), Kind(2, None), Kind(2, shape, real_tree=False)
+    one_real, one_plain, chained = Kind(1, shape), Kind(1, None), Kind(2, CHAIN)
+    drafts = f"EAGLE {shape_name(CHAIN)}"
+    compared: list[tuple[str, Kind, Kind, Callable[[int], Ask], str]] = [
+        ("real tree over plain, TPOT of answers", real, plain, load.steady, "tpot_ms"),
+        ("real tree over plain, TPOT in the window", real, plain, load.steady, "window_tpot_ms"),
+        ("real tree over root-only, mean TPOT of answers", real, root_only, load.short, "mean_tpot_ms"),
+        ("real tree over root-only, median TPOT of answers", real, root_only, load.short, "tpot_ms"),
+        ("2 stages over 1, plain, tokens a second", plain, one_plain, load.steady, "tokens_per_s"),
+        ("2 stages over 1, real tree, tokens a second", real, one_real, load.steady, "tokens_per_s"),
+        (f"{drafts} over plain, TPOT of answers", chained, plain, load.steady, "tpot_ms"),
+        (f"{drafts} over plain, TPOT in the window", chained, plain, load.steady, "window_tpot_ms"),
+        (f"{drafts} over {shape_name(shape)}, TPOT in the window", chained, real, load.steady, "window_tpot_ms"),
+        (f"{drafts} over 1 stage plain, tokens a second", chained, one_plain, load.steady, "tokens_per_s"),
+    ]
+    for concurrency in load.concurrencies:
+        for name, above, below, ask_of, figure in compared:
+            ask = ask_of(concurrency)
+            ours, theirs = (found.get((kind, ask), {}).get(figure) for kind in (above, below))
+            if ours and theirs:
+                yield f"{ask.name}: {name}", ours / theirs
