@@ -1,7 +1,7 @@
 """Compiles CUDA C++ at first use and launches it on torch's stream; knows nothing of what kernels mean.
 
-NVRTC compiles, which torch's CUDA builds bring along with its bindings: no toolkit need be installed. Results are kept by
-the hash of everything that shapes them.
+NVRTC compiles, which torch's CUDA builds bring along: no toolkit need be installed. Results are kept by the hash of
+everything that shapes them.
 """
 
 import ctypes
@@ -144,9 +144,7 @@ class CudaFunction:
 
 
 def _compile(nvrtc: Any, name: str, text: str, options: Sequence[str]) -> bytes:
-    (program,) = _checked(
-        "nvrtcCreateProgram", *nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
-    )
+    (program,) = _checked("nvrtcCreateProgram", *nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     words = [option.encode() for option in options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
     if int(status):

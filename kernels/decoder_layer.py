@@ -1,5 +1,5 @@
-"""A range of dense decoder layers at once: one native call on CPU, one resident kernel for a decode round of few rows on a
-Hopper GPU, otherwise the composition of the single ops.
+"""A range of dense decoder layers at once: one native call on CPU, one resident kernel for a decode round of few rows
+on a Hopper GPU, otherwise the composition of the single ops.
 
 The native call runs the same parts as the ops do, in one parallel region, so that both give the same bits; what it
 saves is the cost of a dozen Python calls a layer. The resident kernel sums in another order (`resident_layers`).
@@ -120,7 +120,6 @@ class DenseLayers:
         layers: their weights, in order; at least one.
         shape: what they have in common.
         attention: how single ops attend.
-        may_reside: whether the resident kernel serves the batches that it takes.
 
     Raises:
         ValueError: weights that do not fit the shape.
@@ -131,8 +130,6 @@ class DenseLayers:
         layers: Sequence[DecoderLayerWeights],
         shape: DecoderLayerShape,
         attention: Attention = paged_attention,
-        *,
-        may_reside: bool = True,
     ) -> None:
         if not layers:
             raise ValueError("layers: none")
@@ -149,7 +146,6 @@ class DenseLayers:
                 f"cos {tuple(shape.cos.shape)}, sin {tuple(shape.sin.shape)} for heads of {shape.head_dim}"
             )
         self._native = self._describe()
-        self._may_reside = may_reside
         self._residents: dict[int, ResidentLayers | None] = {}  # by page size
         self._tables: WeakKeyDictionary[LayerPages, Tensor] = WeakKeyDictionary()
 
@@ -262,7 +258,7 @@ class DenseLayers:
         return None
 
     def _resident(self, pages: LayerPages) -> ResidentLayers | None:
-        if not self._may_reside or self.reason_against_resident is not None:
+        if self.reason_against_resident is not None:
             return None
         if pages.page_size not in self._residents:
             shape = self._shape

@@ -1,10 +1,12 @@
-"""A range of dense layers for few rows in one resident kernel (`cuda/decoder_layers.cu`): decode rounds on a Hopper GPU.
+"""A range of dense layers for few rows in one resident kernel, `cuda/decoder_layers.cu`: decode rounds on Hopper GPUs.
 
 Between kernels the memory rests for some microseconds, half a dozen times a layer. Here weights and committed KV stream
 through shared memory without a pause while blocks meet between the phases of a layer.
 """
 
 import ctypes
+import logging
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,10 +14,19 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from graftline.kernels.cuda_program import BoxMap, CudaFunction, can_compile, compile_program, encode_box_map
+from graftline.kernels.cuda_program import (
+    BoxMap,
+    CudaFunction,
+    CudaProgramError,
+    can_compile,
+    compile_program,
+    encode_box_map,
+)
 from graftline.kernels.linear import LinearWeight
 from graftline.kernels.tree_batch import TreeBatch
 
+_LOG = logging.getLogger(__name__)
+_ENVIRONMENT = "GRAFTLINE_RESIDENT_LAYERS"
 MAX_ROWS = 16
 MAX_SEQUENCES = 16
 MAX_FEATURES = 4
@@ -23,10 +34,15 @@ _TILE = 16  # outputs
 _MAX_GROUP = 7  # whose sums the registers hold
 _KV_TOKENS = 32  # a ring slot
 _WARPS = 8
+_BATCH = 3
 _THREADS = 384
 _LINE = 64  # elements of 128 bytes
 _MAX_CHUNK = 576  # inputs of a ring slot
 _SHARED_BYTES = 232448  # that a block may have on a Hopper GPU
+# Where the kernel was ahead of the single ops on an H200 (docs/results.md): layers of 8B shapes with up to 4 rows,
+# those of a small model with all that it takes.
+_ROWS_OF_LARGE = 4
+_SMALL_LAYER_BYTES = 64 << 20
 _LOG2_E = 1.4426950408889634
 _CAPABILITY = (9, 0)
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -70,6 +86,11 @@ class ResidentSizes:
     page_size: int
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of a layer's matrices in bfloat16."""
+        return 2 * self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.inter)
+
+    @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
@@ -108,7 +129,8 @@ class ResidentSizes:
         return {
             "HIDDEN": self.hidden, "INTER": self.inter, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "PAGE_SIZE": self.page_size, "ROW_TILES": row_tiles,
-            **groups, "GROUP_TILES": max(groups.values()), "CHUNK_HIDDEN": hidden, "CHUNK_ATTENDED": attended, "CHUNK_INTER": inter,
+            **groups, "GROUP_TILES": max(groups.values()), "CHUNK_HIDDEN": hidden, "CHUNK_ATTENDED": attended,
+            "CHUNK_INTER": inter,
             "SLOT_BYTES": slot, "NUM_SLOTS": (_SHARED_BYTES - _own_bytes(row_tiles)) // slot,
         }  # fmt: skip
 
@@ -123,8 +145,8 @@ class ResidentShape:
     sin: Tensor
 
 
-def is_resident_batch(batch: TreeBatch, sizes: ResidentSizes, streams: int) -> bool:
-    """Whether the kernel takes a batch, as far as its shape says.
+def fits_kernel(batch: TreeBatch, sizes: ResidentSizes, streams: int) -> bool:
+    """Whether the kernel can run a batch, as far as its shape says.
 
     Args:
         streams: of KV that the device has, `WARPS` a multiprocessor.
@@ -138,8 +160,15 @@ def is_resident_batch(batch: TreeBatch, sizes: ResidentSizes, streams: int) -> b
     )
 
 
+def is_ahead(rows: int, sizes: ResidentSizes) -> bool:
+    """Whether the kernel beats the single ops: measured."""
+    return rows <= _ROWS_OF_LARGE or sizes.num_bytes <= _SMALL_LAYER_BYTES
+
+
 def reason_against_device(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot run on a device, or None."""
+    """Why the kernel cannot run on a device, or None. GRAFTLINE_RESIDENT_LAYERS=off in the environment forbids it."""
+    if os.environ.get(_ENVIRONMENT) == "off":
+        return f"{_ENVIRONMENT} is off"
     if device.type != "cuda" or dtype != torch.bfloat16:
         return f"{device.type} with {dtype}"
     if torch.cuda.get_device_capability(device) != _CAPABILITY:
@@ -258,9 +287,6 @@ class ResidentLayers:
 
     Args:
         device: a Hopper GPU, see `reason_against_device`.
-
-    Raises:
-        CudaProgramError: it does not compile or load.
     """
 
     def __init__(self, sizes: ResidentSizes, shape: ResidentShape, device: torch.device) -> None:
@@ -270,17 +296,27 @@ class ResidentLayers:
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
 
     def takes(self, batch: TreeBatch, num_features: int) -> bool:
-        """Whether a batch may be run."""
-        return num_features <= MAX_FEATURES and is_resident_batch(batch, self.sizes, self._blocks * _WARPS)
+        """Whether a batch should be run here; compiles what it needs at first."""
+        return (
+            num_features <= MAX_FEATURES
+            and fits_kernel(batch, self.sizes, self._blocks * _WARPS)
+            and is_ahead(batch.num_rows, self.sizes)
+            and self._function(batch.num_rows) is not None
+        )
 
     def run(
         self, table: Tensor, hidden: Tensor, batch: TreeBatch, page_stride: int, capture: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """As `DenseLayers.run`, for a batch that `takes` says yes to."""
         prepared = prepare_round(table, hidden, batch, page_stride, self.sizes, self._shape, capture, self._blocks)
-        function = _function(self.sizes, -(-batch.num_rows // 8), self._blocks, self._device)
+        function = self._function(batch.num_rows)
+        assert function is not None
         function.launch_together(self._blocks, _THREADS, prepared.arguments)
         return prepared.hidden, prepared.features
+
+    def _function(self, rows: int) -> CudaFunction | None:
+        """The kernel for so many rows; None, with a warning, where it does not compile or load."""
+        return _function(self.sizes, -(-rows // 8), self._blocks, self._device)
 
 
 def program_options(sizes: ResidentSizes, row_tiles: int, blocks: int) -> list[str]:
@@ -293,9 +329,13 @@ FILES = ("hopper.h", "decoder_layers.cu")
 
 
 @cache
-def _function(sizes: ResidentSizes, row_tiles: int, blocks: int, device: torch.device) -> CudaFunction:
-    code = compile_program(FILES, program_options(sizes, row_tiles, blocks))
-    return CudaFunction(code, "decoder_layers", device, _SHARED_BYTES)
+def _function(sizes: ResidentSizes, row_tiles: int, blocks: int, device: torch.device) -> CudaFunction | None:
+    try:
+        code = compile_program(FILES, program_options(sizes, row_tiles, blocks))
+        return CudaFunction(code, "decoder_layers", device, _SHARED_BYTES)
+    except CudaProgramError as error:
+        _LOG.warning("layers run by single ops, which take longer: %s", error)
+        return None
 
 
 def _pair_tiles(rows_each: int, group: int) -> int:
@@ -318,6 +358,6 @@ def _chunk(inputs: int) -> int:
 
 
 def _own_bytes(row_tiles: int) -> int:
-    """Shared memory in front of the ring, at most: signals, plans, and two times the sums of a tile."""
+    """Shared memory in front of the ring, at most: signals, plans, and the sums of some tiles."""
     rows = 8 * row_tiles
-    return 3072 + 4 * (_WARPS * rows + 2 * _WARPS * _TILE * (rows + 1))
+    return 2048 + 4 * (_WARPS * rows + _BATCH * _WARPS * _TILE * (rows + 1))

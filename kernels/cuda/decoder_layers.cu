@@ -35,7 +35,11 @@ enum {
     MAX_SEQUENCES = 16,
     MAX_FEATURES = 4,
     RED_STRIDE = ROWS + 1,
-    RED_FLOATS = WARPS * TILE * RED_STRIDE,
+    // Slots on their way. Two keep memory busy; with more, whatever else is asked of L2 waits longer behind them.
+    IN_FLIGHT = 2,
+    BATCH = 3,  // tiles whose sums meet at once
+    RED_FLOATS = WARPS * TILE * RED_STRIDE,  // of a tile
+    ITEMS = (BATCH * 8 * ROWS + CONSUMERS - 1) / CONSUMERS,  // pairs of sums that a thread finishes
 };
 
 typedef enum { QKV, OUTPUT, GATE_UP, DOWN } Product;
@@ -80,10 +84,13 @@ typedef struct {
     Item items[WARPS];
     int span, most;           // ring slots of an item; of the longest item of this block
     float squares[WARPS][ROWS];
-    float red[2][RED_FLOATS];
+    float red[BATCH * RED_FLOATS];
 } Shared;
 
 enum { RING_AT = (sizeof(Shared) + 1023) / 1024 * 1024 };
+
+_Static_assert(RING_AT + NUM_SLOTS * SLOT_BYTES <= SHARED_BYTES, "the ring does not fit");
+_Static_assert(sizeof(Layer) % 64 == 0, "maps must lie at multiples of 64 bytes");
 
 DEVICE Shared *shared(void) { return (Shared *)shared_base(); }
 DEVICE unsigned char *ring_slot(int slot) { return shared_base() + RING_AT + slot * SLOT_BYTES; }
@@ -101,10 +108,11 @@ DEVICE int larger(int a, int b) { return a > b ? a : b; }
 
 // Where a thread is in the ring: uses of slots so far.
 typedef struct {
-    int slot, parity;
+    int slot, parity, count;
 } Place;
 
 DEVICE void step(Place *place) {
+    place->count++;
     if (++place->slot == NUM_SLOTS) {
         place->slot = 0;
         place->parity ^= 1;
@@ -124,6 +132,14 @@ DEVICE int weight_row(Product product, int tile, int i) {
 
 // ---- producer ----
 
+// Waits until the next slot is free and few are on their way.
+DEVICE void await_slot(const Place *place) {
+    signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
+    if (place->count < IN_FLIGHT) return;
+    int before = place->slot - IN_FLIGHT, is_wrapped = before < 0;
+    signal_wait(&shared()->full[is_wrapped ? before + NUM_SLOTS : before], place->parity ^ is_wrapped);
+}
+
 DEVICE void produce_product(
     Place *place, Product product, const TileMap *map, int inputs, int chunk, int group, int tiles, int first, u64 policy) {
     int lane = thread_id() % LANES, grid = num_blocks();
@@ -132,7 +148,7 @@ DEVICE void produce_product(
         for (int k = 0; k < inputs; k += chunk)
             for (int j = 0; j < count; j++) {
                 u64 *full = &shared()->full[place->slot];
-                signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
+                await_slot(place);
                 if (lane == 0) {
                     signal_expect(full, TILE * 2 * chunk);
                     for (int half = 0; half < 2; half++) {
@@ -157,7 +173,7 @@ DEVICE void produce_kv(Place *place, const Round *round, const Layer *layer, int
             int slot = smaller((item->first + index) * KV_TOKENS + lane * BOX_TOKENS, last), page = 0;
             if (lane < KV_TOKENS / BOX_TOKENS)
                 page = round->page_tables[(i64)item->sequence * round->max_pages + slot / PAGE_SIZE];
-            signal_wait(&shared()->empty[place->slot], place->parity ^ 1);
+            await_slot(place);
             if (lane == 0) signal_expect(full, 2 * KV_BYTES);
             warp_sync();
             if (lane < KV_TOKENS / BOX_TOKENS) {
@@ -205,8 +221,29 @@ DEVICE void scale_inputs(Inputs *inputs, float *squares) {
     }
 }
 
+// What finishing two sums needs besides them, read while the product is computed.
+typedef struct {
+    float a, b;  // cosine and sine of a rotated pair, or what the residual stream holds
+    i64 slot;    // where a row's KV goes
+} Early;
+
+DEVICE void prepare(Early *early, const Round *round, Product product, int tile, int i, int row) {
+    if (product == QKV) {
+        i64 at = (i64)round->positions[row] * HALF + tile % (HEAD_DIM / TILE) * 8 + i;
+        early->a = round->cos[at];
+        early->b = round->sin[at];
+        early->slot = round->row_slots[row];
+    } else if (product != GATE_UP) {
+        i64 at = (i64)row * HIDDEN + tile * TILE + i;
+        early->a = low_half(load_fresh_bf16(round->hidden + at));
+        early->b = low_half(load_fresh_bf16(round->hidden + at + 8));
+    }
+}
+
 // What becomes of two sums of one row: outputs `weight_row(product, tile, i)` and `…(i + 8)`.
-DEVICE void finish(const Round *round, const Layer *layer, int index, Product product, int tile, int i, int row, float a, float b) {
+DEVICE void finish(
+    const Early *early, const Round *round, const Layer *layer, int index, Product product, int tile, int i, int row,
+    float a, float b) {
     if (product == QKV) {
         int head = tile / (HEAD_DIM / TILE), column = tile % (HEAD_DIM / TILE) * 8 + i;
         if (layer->qkv_bias) {
@@ -216,9 +253,8 @@ DEVICE void finish(const Round *round, const Layer *layer, int index, Product pr
         a = rounded(a);
         b = rounded(b);
         if (head < HEADS + KV_HEADS) {
-            i64 at = (i64)round->positions[row] * HALF + column;
-            float cos = round->cos[at], sin = round->sin[at], turned = a * cos - b * sin;
-            b = b * cos + a * sin;
+            float turned = a * early->a - b * early->b;
+            b = b * early->a + a * early->b;
             a = turned;
         }
         if (head < HEADS) {
@@ -227,11 +263,10 @@ DEVICE void finish(const Round *round, const Layer *layer, int index, Product pr
             to[HALF] = to_bf16(b);
             return;
         }
-        i64 slot = round->row_slots[row];
-        if (slot < 0) return;
+        if (early->slot < 0) return;
         int is_value = head >= HEADS + KV_HEADS, kv_head = head - HEADS - (is_value ? KV_HEADS : 0);
-        bf16 *to = (is_value ? layer->v_pages : layer->k_pages) + slot / PAGE_SIZE * round->page_stride +
-                   (slot % PAGE_SIZE * KV_HEADS + kv_head) * HEAD_DIM + column;
+        bf16 *to = (is_value ? layer->v_pages : layer->k_pages) + early->slot / PAGE_SIZE * round->page_stride +
+                   (early->slot % PAGE_SIZE * KV_HEADS + kv_head) * HEAD_DIM + column;
         to[0] = to_bf16(a);
         to[HALF] = to_bf16(b);
     } else if (product == GATE_UP) {
@@ -239,8 +274,7 @@ DEVICE void finish(const Round *round, const Layer *layer, int index, Product pr
         round->act[(i64)row * INTER + tile * 8 + i] = to_bf16(gated);
     } else {
         i64 at = (i64)row * HIDDEN + tile * TILE + i;
-        bf16 first = to_bf16(rounded(a) + low_half((u32)load_fresh_bf16(round->hidden + at)));
-        bf16 second = to_bf16(rounded(b) + low_half((u32)load_fresh_bf16(round->hidden + at + 8)));
+        bf16 first = to_bf16(rounded(a) + early->a), second = to_bf16(rounded(b) + early->b);
         round->hidden[at] = first;
         round->hidden[at + 8] = second;
         if (product == DOWN) {
@@ -261,7 +295,7 @@ DEVICE void compute_product(
     int inputs, int chunk, int group, int tiles, int first) {
     enum {
         MAX_STEPS = 3,  // of 32 inputs, a warp and chunk
-        AHEAD = 4,      // chunks whose inputs are on their way: L2 answers later than the ring
+        AHEAD = ROW_TILES == 1 ? 4 : 3,  // chunks whose inputs are on their way: L2 answers later than the ring
     };
     int thread = thread_id(), warp = thread / LANES, lane = thread % LANES, grid = num_blocks();
     int steps = chunk / 32, most_steps = (steps + WARPS - 1) / WARPS, line = line_of(lane / 4);
@@ -270,6 +304,7 @@ DEVICE void compute_product(
         int count = smaller(group, (tiles - begin + grid - 1) / grid);
         float acc[GROUP_TILES][ROW_TILES][4], squares[ROW_TILES];
         Inputs ahead[AHEAD][MAX_STEPS];
+        Early early[ITEMS];
         UNROLL
         for (int d = 0; d < AHEAD; d++)
             UNROLL
@@ -278,6 +313,12 @@ DEVICE void compute_product(
                     int column = d * chunk + (warp + WARPS * s) * 32 + lane % 4 * 8;
                     load_inputs(&ahead[d][s], x, inputs, norm, column, round->rows);
                 }
+        UNROLL
+        for (int item = 0; item < ITEMS; item++) {
+            int at = thread + CONSUMERS * item, j = at / (8 * ROWS), row = at / 8 % ROWS;
+            if (j < smaller(count, BATCH) && row < round->rows)
+                prepare(&early[item], round, product, begin + j * grid, at % 8, row);
+        }
         UNROLL
         for (int tile = 0; tile < ROW_TILES; tile++) squares[tile] = 0;
         UNROLL
@@ -334,38 +375,47 @@ DEVICE void compute_product(
             }
         }
         UNROLL
-        for (int j = 0; j < GROUP_TILES; j++)
-            if (j < group && j < count) {
-                float *red = shared()->red[j & 1];
+        for (int done = 0; done < GROUP_TILES; done += BATCH)
+            if (done < count) {
                 UNROLL
-                for (int tile = 0; tile < ROW_TILES; tile++) {
-                    float *to = red + (warp * TILE + line) * RED_STRIDE + 8 * tile + lane % 4 * 2;
-                    to[0] = acc[j][tile][0];
-                    to[1] = acc[j][tile][1];
-                    to[8 * RED_STRIDE] = acc[j][tile][2];
-                    to[8 * RED_STRIDE + 1] = acc[j][tile][3];
-                }
-                part_sync(CONSUMERS);
-                int i = thread % 8, row = thread / 8;
-                if (row < round->rows) {
-                    float a = 0, b = 0;
-                    UNROLL
-                    for (int w = 0; w < WARPS; w++) {
-                        a += red[(w * TILE + i) * RED_STRIDE + row];
-                        b += red[(w * TILE + i + 8) * RED_STRIDE + row];
-                    }
-                    if (norm) {
-                        float sum = 0;
+                for (int j = done; j < done + BATCH && j < GROUP_TILES; j++)
+                    if (j < group && j < count) {
+                        float *to = shared()->red + (j - done) * RED_FLOATS + (warp * TILE + line) * RED_STRIDE + lane % 4 * 2;
                         UNROLL
-                        for (int w = 0; w < WARPS; w++) sum += shared()->squares[w][row];
-                        float factor = rsqrt_of(sum / HIDDEN + round->eps);
-                        a *= factor;
-                        b *= factor;
+                        for (int tile = 0; tile < ROW_TILES; tile++) {
+                            to[8 * tile] = acc[j][tile][0];
+                            to[8 * tile + 1] = acc[j][tile][1];
+                            to[8 * RED_STRIDE + 8 * tile] = acc[j][tile][2];
+                            to[8 * RED_STRIDE + 8 * tile + 1] = acc[j][tile][3];
+                        }
                     }
-                    finish(round, layer, index, product, begin + j * grid, i, row, a, b);
+                part_sync(CONSUMERS);
+                UNROLL
+                for (int item = 0; item < ITEMS; item++) {
+                    int at = thread + CONSUMERS * item, j = at / (8 * ROWS), row = at / 8 % ROWS, i = at % 8;
+                    if (j < smaller(count - done, BATCH) && row < round->rows) {
+                        const float *from = shared()->red + j * RED_FLOATS + i * RED_STRIDE + row;
+                        int tile = begin + (done + j) * grid;
+                        float a = 0, b = 0;
+                        if (done > 0) prepare(&early[item], round, product, tile, i, row);
+                        UNROLL
+                        for (int w = 0; w < WARPS; w++) {
+                            a += from[w * TILE * RED_STRIDE];
+                            b += from[(w * TILE + 8) * RED_STRIDE];
+                        }
+                        if (norm) {
+                            float sum = 0;
+                            UNROLL
+                            for (int w = 0; w < WARPS; w++) sum += shared()->squares[w][row];
+                            float factor = rsqrt_of(sum / HIDDEN + round->eps);
+                            a *= factor;
+                            b *= factor;
+                        }
+                        finish(&early[item], round, layer, index, product, tile, i, row, a, b);
+                    }
                 }
+                part_sync(CONSUMERS);  // `red` is free again
             }
-        part_sync(CONSUMERS);  // `red` is free again
     }
 }
 
@@ -617,25 +667,44 @@ DEVICE void attend_tail(
     }
 }
 
-// Attention of every (row, head) pair from its splits and its tail; as many warps a pair as there are to spare.
-DEVICE void combine(const Round *round, const Layer *layer) {
-    int warp = thread_id() / LANES, lane = thread_id() % LANES, grid = num_blocks();
-    int tasks = round->rows * HEADS, apart = WARPS;
-    while (apart > 1 && grid * (WARPS / apart) < tasks) apart /= 2;
-    int part = warp % apart;
-    float *sums = shared()->red[0], *rest = shared()->red[1];
-    for (int begin = 0; begin < tasks; begin += grid * (WARPS / apart)) {
-        int task = begin + (warp / apart) * grid + block_id();
-        Spread spread;
-        spread.most = NOTHING;
-        spread.total = 0;
-        UNROLL
-        for (int e = 0; e < EACH; e++) spread.acc[e] = 0;
-        if (task < tasks) {
+// How (row, head) pairs are shared out among warps: as many warps a pair as there are to spare.
+typedef struct {
+    int tasks, apart, part;
+} Shares;
+
+DEVICE Shares share_pairs(const Round *round) {
+    Shares shares = {round->rows * HEADS, WARPS, 0};
+    while (shares.apart > 1 && num_blocks() * (WARPS / shares.apart) < shares.tasks) shares.apart /= 2;
+    shares.part = thread_id() / LANES % shares.apart;
+    return shares;
+}
+
+DEVICE int task_of(const Shares *shares, int turn) {
+    int each = WARPS / shares->apart;
+    return (turn * each + thread_id() / LANES / shares->apart) * num_blocks() + block_id();
+}
+
+DEVICE void begin_pair(Spread *spread, const Round *round, const Layer *layer, const Shares *shares, int task) {
+    spread->most = NOTHING;
+    spread->total = 0;
+    UNROLL
+    for (int e = 0; e < EACH; e++) spread->acc[e] = 0;
+    if (task < shares->tasks)
+        attend_tail(spread, round, layer, task / HEADS, task % HEADS, shares->part, shares->apart);
+}
+
+// Attention of every (row, head) pair from its tail, which `first` already has of the first ones, and its splits.
+DEVICE void combine(const Round *round, const Layer *layer, const Shares *shares, const Spread *first) {
+    int warp = thread_id() / LANES, lane = thread_id() % LANES, apart = shares->apart, part = shares->part;
+    float *sums = shared()->red, *rest = shared()->red + WARPS * HEAD_DIM;
+    for (int turn = 0; turn * num_blocks() * (WARPS / apart) < shares->tasks; turn++) {
+        int task = task_of(shares, turn);
+        Spread spread = *first;
+        if (turn > 0) begin_pair(&spread, round, layer, shares, task);
+        if (task < shares->tasks) {
             int row = task / HEADS, head = task % HEADS, sequence = row / round->rows_each;
             int splits = (committed_steps(shared()->starts[sequence]) + shared()->span - 1) / shared()->span;
             int pair = row % round->rows_each * GROUP + head % GROUP;
-            attend_tail(&spread, round, layer, row, head, part, apart);
             join_splits(
                 &spread, round, shared()->first_item[sequence] + head / GROUP, splits, pair, part, apart);
         }
@@ -656,7 +725,7 @@ DEVICE void combine(const Round *round, const Layer *layer) {
                 }
             part_sync(CONSUMERS);
         }
-        if (part == 0 && task < tasks) {
+        if (part == 0 && task < shares->tasks) {
             float factor = spread.total == 0 ? 1.0f : 1.0f / spread.total;
             UNROLL
             for (int e = 0; e < EACH; e++)
@@ -718,7 +787,7 @@ DEVICE int first_tile(int *turn, int tiles) {
 }
 
 DEVICE void produce(const Round *round) {
-    Place place = {0, 0};
+    Place place = {0, 0, 0};
     int turn = 0;
     u64 policy = policy_read_once();
     for (int index = 0; index < round->num_layers; index++) {
@@ -735,51 +804,34 @@ DEVICE void produce(const Round *round) {
     }
 }
 
-#ifdef TIMED
-DEVICE void stamp(const Round *round, int index, int point) {
-    if (thread_id() == 0) ((i64 *)round->features[3])[(index * num_blocks() + block_id()) * 16 + point] = clock64();
-}
-#else
-DEVICE void stamp(const Round *round, int index, int point) {}
-#endif
-
 DEVICE void consume(const Round *round) {
-    Place place = {0, 0};
+    Place place = {0, 0, 0};
     int turn = 0;
     u32 goal = 0;
+    Shares shares = share_pairs(round);
     for (int index = 0; index < round->num_layers; index++) {
         const Layer *layer = &round->layers[index];
-        stamp(round, index, 0);
         compute_product(
             &place, round, layer, index, QKV, round->hidden, layer->input_norm, HIDDEN, CHUNK_HIDDEN, GROUP_QKV, QKV_TILES,
             first_tile(&turn, QKV_TILES));
-        stamp(round, index, 1);
         consumers_meet(round, &goal);
-        stamp(round, index, 2);
+        Spread spread;
+        begin_pair(&spread, round, layer, &shares, task_of(&shares, 0));
         attend(&place, round);
-        stamp(round, index, 3);
         consumers_meet(round, &goal);
-        stamp(round, index, 4);
-        combine(round, layer);
-        stamp(round, index, 5);
+        combine(round, layer, &shares, &spread);
         consumers_meet(round, &goal);
-        stamp(round, index, 6);
         compute_product(
             &place, round, layer, index, OUTPUT, round->attended, 0, Q_SIZE, CHUNK_ATTENDED, GROUP_OUTPUT, HIDDEN / TILE,
             first_tile(&turn, HIDDEN / TILE));
-        stamp(round, index, 7);
         consumers_meet(round, &goal);
-        stamp(round, index, 8);
         compute_product(
             &place, round, layer, index, GATE_UP, round->hidden, layer->post_norm, HIDDEN, CHUNK_HIDDEN, GROUP_GATE_UP, INTER / 8,
             first_tile(&turn, INTER / 8));
-        stamp(round, index, 9);
         consumers_meet(round, &goal);
-        stamp(round, index, 10);
         compute_product(
             &place, round, layer, index, DOWN, round->act, 0, INTER, CHUNK_INTER, GROUP_DOWN, HIDDEN / TILE,
             first_tile(&turn, HIDDEN / TILE));
-        stamp(round, index, 11);
         if (index + 1 < round->num_layers) consumers_meet(round, &goal);
     }
 }

@@ -12,6 +12,8 @@ typedef struct __align__(64) {
     u64 words[16];
 } TileMap;
 
+enum { SHARED_BYTES = 232448 };  // that a block may have
+#define _Static_assert static_assert
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 #define DEVICE static __device__ __forceinline__
 #define UNROLL _Pragma("unroll")

@@ -5,7 +5,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -14,14 +14,19 @@ import torch
 from kernel_cases import PagedSequences, normal, random_parents
 from torch import Tensor
 
-from graftline.kernels.cuda_program import BoxMap
+from graftline.kernels.cuda_program import BoxMap, CudaProgramError, compile_program
 from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
 from graftline.kernels.linear import LinearWeight
 from graftline.kernels.resident_layers import (
+    FILES,
     ResidentShape,
     ResidentSizes,
+    fits_kernel,
+    is_ahead,
     layer_table,
     prepare_round,
+    program_options,
+    reason_against_device,
 )
 from graftline.kernels.tree_batch import TreeBatch
 
@@ -44,6 +49,20 @@ SMALL = ResidentSizes(hidden=128, inter=192, heads=4, kv_heads=2, head_dim=64, p
 WIDE = ResidentSizes(hidden=64, inter=64, heads=2, kv_heads=2, head_dim=128, page_size=4)
 # Chunks of 576 = 18 steps, which eight warps do not share evenly.
 ODD = ResidentSizes(hidden=576, inter=192, heads=9, kv_heads=3, head_dim=64, page_size=PAGE)
+
+LARGE = ResidentSizes(hidden=4096, inter=14336, heads=32, kv_heads=8, head_dim=128, page_size=16)
+TENSORS = [field.name for field in fields(TreeBatch) if field.type in (Tensor, "Tensor")]
+
+
+def on_device(weights: Weights) -> Weights:
+    def matrix(weight: LinearWeight) -> LinearWeight:
+        bias = None if weight.bias is None else weight.bias.cuda()
+        return LinearWeight(weight.data.cuda(), weight.in_features, weight.out_features, bias)
+
+    return Weights(
+        weights.input_norm.cuda(), matrix(weights.qkv), None, None, matrix(weights.output), weights.post_norm.cuda(),
+        matrix(weights.gate_up), matrix(weights.down),
+    )  # fmt: skip
 
 
 def weights_of(sizes: ResidentSizes, seed: int, with_bias: bool) -> Weights:
@@ -118,6 +137,9 @@ class Case:
             sizes.heads, sizes.kv_heads, sizes.head_dim, 1e-5, sizes.head_dim**-0.5, angles.cos(), angles.sin()
         )
 
+    def shape_on(self, device: torch.device) -> DecoderLayerShape:
+        return replace(self.shape, cos=self.shape.cos.to(device), sin=self.shape.sin.to(device))
+
     def pages(self, pool: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(pool[:, 2 * layer], pool[:, 2 * layer + 1]) for layer in range(len(self.weights))]
 
@@ -176,3 +198,81 @@ def test_equals_the_single_ops(
     torch.testing.assert_close(features[1].float()[real], expected_features[1][real], atol=0.05, rtol=0.03)
     torch.testing.assert_close(pool.float(), expected_pool, atol=0.06, rtol=0.03, equal_nan=True)
     assert hidden.isfinite().all()
+
+
+def test_reads_no_layer_that_it_cannot(folder: Path) -> None:
+    assert ODD.reason_against() is None
+    assert SMALL.macros(1, 132)["NUM_SLOTS"] >= 4
+    for change, words in [
+        ({"head_dim": 96}, "head_dim 96"),
+        ({"heads": 5}, "5 heads of 2"),
+        ({"hidden": 100}, "hidden 100"),
+        ({"inter": 100}, "inter 100"),
+        ({"page_size": 24}, "pages of 24"),
+        ({"page_size": 1}, "pages of 1"),
+    ]:
+        assert words in (replace(SMALL, **change).reason_against() or "")
+
+
+def test_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cpu" in (reason_against_device(torch.device("cpu"), torch.bfloat16) or "")
+    assert "float32" in (reason_against_device(torch.device("cuda"), torch.float32) or "")
+    monkeypatch.setenv("GRAFTLINE_RESIDENT_LAYERS", "off")
+    assert "off" in (reason_against_device(torch.device("cuda"), torch.bfloat16) or "")
+
+
+def test_takes_few_rows() -> None:
+    def batch(trees: int, rows_each: int) -> TreeBatch:
+        sequences = PagedSequences([5] * trees, PAGE, 2, 64, torch.bfloat16)
+        return sequences.tree_batch([(5, chain(rows_each))] * trees, rows_each)
+
+    assert fits_kernel(batch(4, 4), SMALL, 132 * 8)
+    assert not fits_kernel(batch(17, 1), SMALL, 132 * 8)
+    assert not fits_kernel(batch(2, 9), SMALL, 132 * 8)
+    assert not fits_kernel(batch(4, 1), SMALL, 7)  # a stream of KV for every sequence and KV head
+    assert is_ahead(16, SMALL)
+    assert is_ahead(4, LARGE)
+    assert not is_ahead(5, LARGE)
+
+
+@pytest.mark.parametrize(("sizes", "row_tiles"), [(replace(ODD, page_size=16), 2), (LARGE, 1)])
+def test_compiles_without_a_gpu(
+    sizes: ResidentSizes, row_tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = compile_program(FILES, program_options(sizes, row_tiles, 132))
+    assert code.startswith(b"\x7fELF")
+    assert b"decoder_layers" in code
+    assert [path.read_bytes() for path in tmp_path.rglob("*.cubin")] == [code]
+    assert compile_program(FILES, program_options(sizes, row_tiles, 132)) == code
+    with pytest.raises(CudaProgramError, match="does not compile"):
+        compile_program(FILES, ["--gpu-architecture=sm_90a"])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("sizes", "trees", "rows_each"),
+    [
+        (SMALL, [(37, chain(1))], 1),
+        (SMALL, [(0, chain(1)), (150, chain(1)), None, (33, chain(1))], 1),
+        (SMALL, [(70, random_parents(5, 1)), (31, random_parents(3, 2))], 5),
+        (replace(ODD, page_size=16), [(700, random_parents(16, 3))], 16),
+        (replace(SMALL, head_dim=128, page_size=64), [(3000, chain(2)), (64, chain(1))], 2),
+    ],
+)
+def test_on_a_gpu(sizes: ResidentSizes, trees: list[tuple[int, list[int]] | None], rows_each: int) -> None:
+    case = Case(sizes, trees, rows_each)
+    device = torch.device("cuda")
+    layers = DenseLayers([on_device(weights) for weights in case.weights], case.shape_on(device))
+    if reason := layers.reason_against_resident:
+        pytest.skip(reason)
+    pool = case.pool.to(device)
+    batch = replace(case.batch, **{name: getattr(case.batch, name).to(device) for name in TENSORS})
+    hidden, features = layers.run(case.hidden.to(device), batch, LayerPages(case.pages(pool)), [1])
+    expected, expected_features, expected_pool = case.expected([1])
+    real = case.batch.row_slots >= 0
+    torch.testing.assert_close(hidden.cpu().float()[real], expected[real], atol=0.06, rtol=0.03)
+    torch.testing.assert_close(features[1].cpu().float()[real], expected_features[1][real], atol=0.05, rtol=0.03)
+    torch.testing.assert_close(pool.cpu().float(), expected_pool, atol=0.06, rtol=0.03, equal_nan=True)
+    again, _ = layers.run(case.hidden.to(device), batch, LayerPages(case.pages(pool)))
+    assert again.equal(hidden)
