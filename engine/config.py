@@ -131,11 +131,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.tree.initial if self.role is Role.PREFILL else self.tree
 
     @property
+    def is_on_one_device(self) -> bool:
+        """No stage waits for another device while it computes: there is one stage, or they are threads of one device."""
+        return self.num_stages == 1 or (self.stage_mode is StageMode.THREADS and len(set(self.devices)) == 1)
+
+    @property
     def rounds_ahead(self) -> int:
         """Rounds of one microbatch that may be under way at once."""
-        is_threads = self.stage_mode is StageMode.THREADS and len(set(self.devices)) == 1
-        shares_device = self.num_stages == 1 or is_threads
-        runs_ahead = self.device_rounds and self.overlap and shares_device
+        runs_ahead = self.device_rounds and self.overlap and self.is_on_one_device
         return 2 if runs_ahead or self.returns_rounds else 1
 
     @property

@@ -98,6 +98,7 @@ def build_stage(
         with_embedding=is_first or (is_last and drafts),
         with_head=is_last,
         attention=attention,
+        may_reside=config.is_on_one_device,
     )
     geometry = target_geometry(config, target, index)
     pool = KvPool(geometry, config.num_pages, layers=target.attention_layers(layers), device=device)

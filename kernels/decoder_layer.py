@@ -120,6 +120,8 @@ class DenseLayers:
         layers: their weights, in order; at least one.
         shape: what they have in common.
         attention: how single ops attend.
+        may_reside: whether the resident kernel may serve the batches that it takes. It needs every multiprocessor at
+            once: not where kernels that wait for other devices (NCCL's) may hold one.
 
     Raises:
         ValueError: weights that do not fit the shape.
@@ -130,6 +132,8 @@ class DenseLayers:
         layers: Sequence[DecoderLayerWeights],
         shape: DecoderLayerShape,
         attention: Attention = paged_attention,
+        *,
+        may_reside: bool = True,
     ) -> None:
         if not layers:
             raise ValueError("layers: none")
@@ -146,6 +150,7 @@ class DenseLayers:
                 f"cos {tuple(shape.cos.shape)}, sin {tuple(shape.sin.shape)} for heads of {shape.head_dim}"
             )
         self._native = self._describe()
+        self._may_reside = may_reside
         self._residents: dict[int, ResidentLayers | None] = {}  # by page size
         self._tables: WeakKeyDictionary[LayerPages, Tensor] = WeakKeyDictionary()
 
@@ -247,6 +252,8 @@ class DenseLayers:
         """Why these layers cannot be run by the resident kernel on their device, or None."""
         shape = self._shape
         weight = self._layers[0].qkv
+        if not self._may_reside:
+            return "other kernels of this stage wait for other devices"
         if reason := reason_against_device(weight.data.device, weight.data.dtype):
             return reason
         if any(layer.q_norm is not None for layer in self._layers):

@@ -51,6 +51,7 @@ class DenseModel:
         with_embedding: hold the token embedding (the first stage, and the last when its drafter needs it).
         with_head: hold the final norm and the output head. A tied head and embedding are one matrix.
         attention: how layers attend on CUDA.
+        may_reside: see `DenseLayers`.
 
     Raises:
         InvalidRequestError: the checkpoint lacks a tensor, or one is not shaped as the config says.
@@ -67,6 +68,7 @@ class DenseModel:
         with_embedding: bool = True,
         with_head: bool = True,
         attention: Attention = paged_attention,
+        may_reside: bool = True,
     ) -> None:
         config = checkpoint.config
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
@@ -89,7 +91,8 @@ class DenseModel:
             cos=cos.to(self.device),
             sin=sin.to(self.device),
         )
-        self._stack = DenseLayers([loader.layer(layer) for layer in layers], shape, attention) if layers else None
+        weights = [loader.layer(layer) for layer in layers]
+        self._stack = DenseLayers(weights, shape, attention, may_reside=may_reside) if layers else None
         # Describing the pages of thirty layers takes as long as a layer; pools live as long as their model.
         self._pages: WeakKeyDictionary[KvViews, LayerPages] = WeakKeyDictionary()
 

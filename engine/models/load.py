@@ -19,9 +19,20 @@ def load_model(
     with_embedding: bool = True,
     with_head: bool = True,
     attention: Attention = paged_attention,
+    may_reside: bool = True,
 ) -> TargetModel:
     """Loads layers of a model of any family; see `DenseModel` for arguments and errors."""
-    kind = DenseModel if checkpoint.config.hybrid is None else Qwen3NextModel
-    return kind(
-        checkpoint, layers, dtype, device, with_embedding=with_embedding, with_head=with_head, attention=attention
+    if checkpoint.config.hybrid is not None:
+        return Qwen3NextModel(
+            checkpoint, layers, dtype, device, with_embedding=with_embedding, with_head=with_head, attention=attention
+        )
+    return DenseModel(
+        checkpoint,
+        layers,
+        dtype,
+        device,
+        with_embedding=with_embedding,
+        with_head=with_head,
+        attention=attention,
+        may_reside=may_reside,
     )

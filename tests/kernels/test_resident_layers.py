@@ -215,6 +215,10 @@ def test_reads_no_layer_that_it_cannot(folder: Path) -> None:
 
 
 def test_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(SMALL, [(5, chain(1))], 1)
+    assert "cpu" in (DenseLayers(case.weights, case.shape).reason_against_resident or "")
+    alone = DenseLayers(case.weights, case.shape, may_reside=False)
+    assert "wait for other devices" in (alone.reason_against_resident or "")
     assert "cpu" in (reason_against_device(torch.device("cpu"), torch.bfloat16) or "")
     assert "float32" in (reason_against_device(torch.device("cuda"), torch.float32) or "")
     monkeypatch.setenv("GRAFTLINE_RESIDENT_LAYERS", "off")
