@@ -132,7 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_on_one_device(self) -> bool:
-        """No stage waits for another device while it computes: there is one stage, or they are threads of one device."""
+        """No stage waits for another device while it computes: there is one, or they are threads of one device."""
         return self.num_stages == 1 or (self.stage_mode is StageMode.THREADS and len(set(self.devices)) == 1)
 
     @property
