@@ -1,5 +1,6 @@
 """Times of whole decoder layers of an 8B model in one CUDA graph: kernels behind each other, as rounds have them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -67,7 +68,7 @@ def list_layers() -> list[Item]:
 def time_layers(
     sizes: LayerSizes, num_layers: int, batch: int, context: int, rows: int, warm_up: bool
 ) -> dict[str, Any]:
-    """Microseconds a layer, beside the bytes that it must read."""
+    """Microseconds a layer by single ops and, where it serves the batch, by the resident kernel, beside its bytes."""
     count = 1 if warm_up else num_layers
     layers = _layers(sizes, count)
     round_of, num_pages = tree_round(
@@ -79,8 +80,11 @@ def time_layers(
     pages = LayerPages([(pool[:, index, 0], pool[:, index, 1]) for index in range(count)])
     hidden = normal(batch * rows, sizes.hidden, dtype=_dtype())
     out = torch.empty_like(hidden)
-    call = partial(_into, out, layers, hidden, round_of, pages)
-    times = {"a layer": 1e6 * seconds_each([call], 1 if warm_up else 9) / count}
+    times = {}
+    for name, run in (("a layer", layers.run_composed), ("resident", layers.run_resident)):
+        if name == "a layer" or layers.can_reside(round_of, pages):
+            call = partial(_into, out, partial(run, hidden, round_of, pages))
+            times[name] = 1e6 * seconds_each([call], 1 if warm_up else 9) / count
     num_bytes = 2 * (sizes.num_elements + batch * context * 2 * sizes.kv_heads * sizes.head_dim)
     return {"bytes": num_bytes, "microseconds": times}
 
@@ -113,5 +117,5 @@ def _dtype() -> torch.dtype:
     return torch.bfloat16 if device().type == "cuda" else torch.float32
 
 
-def _into(out: Tensor, layers: DenseLayers, hidden: Tensor, batch: Any, pages: LayerPages) -> None:
-    out.copy_(layers.run_composed(hidden, batch, pages)[0])
+def _into(out: Tensor, run: Callable[[], tuple[Tensor, dict[int, Tensor]]]) -> None:
+    out.copy_(run()[0])

@@ -247,6 +247,11 @@ class DenseLayers:
             table = self._tables[pages] = layer_table(layers, pages.layers, resident.sizes, hidden.device)
         return resident.run(table, hidden, batch, pages.layers[0][0].stride(0), capture)
 
+    def can_reside(self, batch: TreeBatch, pages: LayerPages) -> bool:
+        """Whether `run_resident` can run a batch, whatever is faster."""
+        resident = self._resident(pages)
+        return resident is not None and resident.can_run(batch, 0)
+
     @cached_property
     def reason_against_resident(self) -> str | None:
         """Why these layers cannot be run by the resident kernel on their device, or None."""

@@ -297,10 +297,13 @@ class ResidentLayers:
 
     def takes(self, batch: TreeBatch, num_features: int) -> bool:
         """Whether a batch should be run here; compiles what it needs at first."""
+        return is_ahead(batch.num_rows, self.sizes) and self.can_run(batch, num_features)
+
+    def can_run(self, batch: TreeBatch, num_features: int) -> bool:
+        """Whether a batch may be run here; likewise."""
         return (
             num_features <= MAX_FEATURES
             and fits_kernel(batch, self.sizes, self._blocks * _WARPS)
-            and is_ahead(batch.num_rows, self.sizes)
             and self._function(batch.num_rows) is not None
         )
 

@@ -342,7 +342,7 @@ class TransferWorker:
     def _begin(self, lanes: list[_Lane]) -> None:
         """Begins the groups of some lanes, waits a moment for them, and hands on what takes longer."""
         until_s = time.monotonic() + _MOMENT_S
-        groups = [self._transport.begin(lane.session_id, tuple(lane.running)) for lane in lanes]
+        groups = [self._begun(lane) for lane in lanes]
         if len(lanes) > 1:  # beside each other: all are submitted before any is waited for
             for lane, group in zip(lanes, groups, strict=True):
                 self._advance(lane, group, 0.0)
@@ -354,9 +354,16 @@ class TransferWorker:
                 if lane.handed or lane.jobs or self._closed:
                     lane.work.notify()
 
-    def _advance(self, lane: _Lane, group: WriteGroup, until_s: float) -> bool:
+    def _begun(self, lane: _Lane) -> WriteGroup | None:
         try:
-            return group.advance(until_s)
+            return self._transport.begin(lane.session_id, tuple(lane.running))
+        except Exception as error:
+            self._break(lane, error)
+            return None
+
+    def _advance(self, lane: _Lane, group: WriteGroup | None, until_s: float) -> bool:
+        try:
+            return group is None or group.advance(until_s)
         except Exception as error:
             self._break(lane, error)
             return True

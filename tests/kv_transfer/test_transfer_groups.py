@@ -30,6 +30,7 @@ class SteppedTransport:
         self.written: list[int] = []
         self.threads: list[str] = []
         self.failures: dict[int, Exception] = {}
+        self.refusal: Exception | None = None
         self.steps: dict[str, threading.Semaphore] = {}
         self.begun = threading.Semaphore(0)
         self.forgotten: list[str] = []
@@ -41,6 +42,8 @@ class SteppedTransport:
         raise AssertionError("groups only")
 
     def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+        if self.refusal is not None:
+            raise self.refusal
         self.groups.append((session_id, len(writes)))
         return _SteppedGroup(self, session_id, writes)
 
@@ -265,6 +268,21 @@ def test_a_transport_that_breaks_fails_what_it_had_begun(
     assert not ends.outcomes[2].drained
     assert all(ends.outcomes[number].ok for number in (1, 3, 4))
     assert transport.written == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_transport_that_cannot_begin_fails_the_jobs_and_serves_the_next(
+    worker: TransferWorker, transport: SteppedTransport, ends: Ends, ready: bool
+) -> None:
+    transport.refusal = ZeroDivisionError("no group")
+    looks = iter([ready])  # whether it is the submitter or the session's thread that begins
+    worker.submit(ends.job(1, ready=lambda _: next(looks, True)))
+    assert ends.wait_for(1) == [1]
+    assert isinstance(ends.outcomes[1].error, InternalError)
+    transport.refusal = None
+    worker.submit(ends.job(2))
+    assert ends.wait_for(2) == [1, 2]
+    assert ends.outcomes[2].ok
 
 
 def test_a_done_callback_may_submit(worker: TransferWorker, ends: Ends) -> None:
