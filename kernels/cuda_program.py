@@ -6,9 +6,11 @@ everything that shapes them.
 
 import ctypes
 import hashlib
+import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -17,11 +19,13 @@ from typing import Any
 
 import torch
 
+_LOG = logging.getLogger(__name__)
 _SOURCES = Path(__file__).resolve().parent / "cuda"
+_MACHINE_CODE = b"\x7fELF"
 
 
 class CudaProgramError(RuntimeError):
-    """The compiler or the driver refused something."""
+    """The compiler or the driver refused something, or is not there."""
 
 
 @cache
@@ -29,7 +33,7 @@ def can_compile() -> bool:
     """Whether NVIDIA's bindings are installed."""
     try:
         return find_spec("cuda.bindings.nvrtc") is not None
-    except ModuleNotFoundError:
+    except ImportError:
         return False
 
 
@@ -41,22 +45,18 @@ def compile_program(names: Sequence[str], options: Sequence[str]) -> bytes:
         options: of NVRTC, among them the architecture, such as "--gpu-architecture=sm_90a".
 
     Raises:
-        CudaProgramError: the compiler refused them; with its words.
+        CudaProgramError: the compiler refused them, with its words, or there is none.
     """
-    text = "\n".join(_source(name) for name in names)
-    nvrtc = _bindings("nvrtc")
-    version = _checked("nvrtcVersion", *nvrtc.nvrtcVersion())
-    key = hashlib.sha256("\0".join([text, *options, repr(version)]).encode()).hexdigest()[:24]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graftline" / "cuda"
-    target = root / f"{key}.cubin"
-    if target.exists():
-        return target.read_bytes()
-    code = _compile(nvrtc, names[-1], text, options)
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=root, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, target)
-    return bytes(code)
+    with _refusals():
+        text = "\n".join(_source(name) for name in names)
+        nvrtc = _bindings("nvrtc")
+        version = _checked("nvrtcVersion", *nvrtc.nvrtcVersion())
+        key = hashlib.sha256("\0".join([text, *options, repr(version)]).encode()).hexdigest()[:24]
+        code = _kept(key)
+        if code is None:
+            code = _compile(nvrtc, names[-1], text, options)
+            _keep(key, code)
+        return code
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,11 @@ def encode_box_map(box_map: BoxMap) -> bytes:
     Raises:
         CudaProgramError: the driver refused it, for example for a misaligned address.
     """
-    driver = _bindings("driver")
+    with _refusals():
+        return _encoded(_bindings("driver"), box_map)
+
+
+def _encoded(driver: Any, box_map: BoxMap) -> bytes:
     (encoded,) = _checked(
         "cuTensorMapEncodeTiled",
         *driver.cuTensorMapEncodeTiled(
@@ -115,16 +119,18 @@ class CudaFunction:
     """
 
     def __init__(self, code: bytes, name: str, device: torch.device, shared_bytes: int) -> None:
-        self._driver = _bindings("driver")
         self._shared_bytes = shared_bytes
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # a context of torch's is there from now on
-            (self._module,) = _checked("cuModuleLoadData", *self._driver.cuModuleLoadData(code))
-            (self._function,) = _checked(
-                "cuModuleGetFunction", *self._driver.cuModuleGetFunction(self._module, name.encode())
-            )
-            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked("cuFuncSetAttribute", *self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+            with _refusals():
+                self._load(code, name)
+
+    def _load(self, code: bytes, name: str) -> None:
+        self._driver = driver = _bindings("driver")
+        (self._module,) = _checked("cuModuleLoadData", *driver.cuModuleLoadData(code))
+        (self._function,) = _checked("cuModuleGetFunction", *driver.cuModuleGetFunction(self._module, name.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked("cuFuncSetAttribute", *driver.cuFuncSetAttribute(self._function, attribute, self._shared_bytes))
 
     def launch_together(self, blocks: int, threads: int, arguments: ctypes.Structure) -> None:
         """Launches on the current stream so that all blocks are resident at once and may wait for each other.
@@ -157,6 +163,49 @@ def _compile(nvrtc: Any, name: str, text: str, options: Sequence[str]) -> bytes:
     _checked("nvrtcGetCUBIN", *nvrtc.nvrtcGetCUBIN(program, code))
     nvrtc.nvrtcDestroyProgram(program)
     return bytes(code)
+
+
+def _kept_at(key: str) -> Path:
+    """Where code is kept.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "graftline" / "cuda" / f"{key}.cubin"
+
+
+def _kept(key: str) -> bytes | None:
+    """Code of an earlier run, if it can be read and is some."""
+    try:
+        code = _kept_at(key).read_bytes()
+    except (OSError, RuntimeError):
+        return None
+    return code if code.startswith(_MACHINE_CODE) else None
+
+
+def _keep(key: str, code: bytes) -> None:
+    """Keeps code for later runs; nothing depends on it, and containers have folders that cannot be written."""
+    try:
+        target = _kept_at(key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            fresh = Path(folder) / target.name
+            fresh.write_bytes(code)
+            os.replace(fresh, target)
+    except (OSError, RuntimeError) as error:
+        _LOG.warning("a compiled kernel cannot be kept, the next start compiles it again: %s", error)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Where a library of NVIDIA's is missing or too old, the bindings raise what they like."""
+    try:
+        yield
+    except CudaProgramError:
+        raise
+    except (ImportError, OSError, RuntimeError) as error:
+        raise CudaProgramError(f"{type(error).__name__}: {error}") from error
 
 
 def _source(name: str) -> str:
