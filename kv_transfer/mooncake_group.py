@@ -74,7 +74,7 @@ class MooncakeGroup:
         if session.config.spin_s and session.turn.acquire(blocking=False):
             self._session = session
             session.reap()
-            if session.is_open:
+            if session.is_quick:
                 return session
             self._release()
         else:

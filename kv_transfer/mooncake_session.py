@@ -48,6 +48,7 @@ class Session:
         turn: held by whoever writes.
         abandoned: batches given up on; the engine still holds them.
         rate: the best bytes a second of late, 0 before the first write.
+        forgotten: the peer is gone, and its name may be another process's by now; set by whoever forgets it.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Session:
         self.turn = threading.Lock()
         self.abandoned: list[int] = []
         self.rate = 0.0
+        self.forgotten = False
         self._opening = opening
         self._reachable = False
         self._opened = False
@@ -66,9 +68,11 @@ class Session:
         self.respell(spelling)
 
     @property
-    def is_open(self) -> bool:
-        """Whether the peer was heard of, written to, and has not failed since."""
-        return self._reachable and self._opened
+    def is_quick(self) -> bool:
+        """Whether a submit does not block: the peer was heard of, written to, and has not failed since, and nobody is
+        in a first contact, during which the engine's lock of all peers is held.
+        """
+        return self._reachable and self._opened and not self._opening.locked()
 
     def respell(self, spelling: int) -> None:
         """Leading zeros of the port make the engine see a new peer, and shake hands anew."""
@@ -89,10 +93,15 @@ class Session:
         """Asks a peer that has not been heard of, or that just failed, for a sign of life.
 
         Raises:
-            TransferFailedError: there was none in time; drained.
+            TransferFailedError: there was none in time, or the peer was forgotten and whoever answers has its port;
+                drained.
         """
-        if self._reachable:
-            return
+        if not self._reachable:
+            self._ask(deadline_s)
+        if self.forgotten:
+            raise TransferFailedError(f"{self.session_id} is gone", drained=True)
+
+    def _ask(self, deadline_s: float) -> None:
         if self._probe is None or not self._probe.pending:
             self._probe = _Probe(self.engine, self.session_id)
         patience_s = min(self.config.contact_timeout_s, deadline_s - time.monotonic())

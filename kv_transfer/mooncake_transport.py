@@ -90,6 +90,7 @@ class MooncakeTransport:
                 # A process that takes the port over must not be taken for this one: the engine would go on writing into
                 # the memory of the old one, which on the intra-node way never fails.
                 self._spellings[session_id] = (session.spelling + 1) % MAX_SPELLINGS
+                session.forgotten = True
         if session is not None and session.turn.acquire(blocking=False):
             session.reap()
             session.turn.release()

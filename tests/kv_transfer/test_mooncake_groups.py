@@ -175,6 +175,24 @@ def test_a_dead_peer_gets_nothing_more(engine: ScriptedEngine) -> None:
     assert "cannot be reached" in str(group[3].error)
 
 
+def test_a_peer_that_is_forgotten_meanwhile_gets_no_second_try(engine: ScriptedEngine) -> None:
+    """Who answers under its port by then is another process: its pages are not this group's."""
+    transport, group = opened(engine, max_in_flight=2), Group(2, 16 * MIB)
+    engine.status = lambda target, address, looks: -1
+
+    def answer(session_id: str) -> int:
+        transport.forget(PEER)
+        return 0
+
+    engine.probe = answer
+    transport.begin(PEER, group.writes).finish()
+    assert group.failed == {0: False, 1: False}
+    assert len(engine.calls) == 2, "a first try each"
+    engine.status = lambda target, address, looks: 1
+    engine.probe = lambda session_id: 0
+    transport.write(PEER, [Copy(BASE, TARGET, 16)], time.monotonic() + PATIENCE_S)
+
+
 def test_nothing_of_a_late_write_is_submitted(engine: ScriptedEngine) -> None:
     transport, group = opened(engine), Group(3)
     group[1].deadline_s = time.monotonic()
@@ -221,6 +239,31 @@ def test_a_peer_that_was_not_heard_of_is_left_to_finish(engine: ScriptedEngine) 
     made.finish()
     assert group.order == [0, 1]
     assert not group.failed
+
+
+def test_nobody_submits_beside_a_first_contact(engine: ScriptedEngine) -> None:
+    """The engine holds a lock of all peers then, for a minute if that peer freezes: not in the thread that submits."""
+    transport, group = opened(engine), Group(1)
+    in_contact, let_go = threading.Event(), threading.Event()
+
+    def submit(target: str, address: int) -> int | None:
+        if target != PEER:
+            in_contact.set()
+            assert let_go.wait(PATIENCE_S)
+        return None
+
+    engine.submit = submit
+    opening = threading.Thread(target=transport.begin("10.0.0.7:15001", Group(1).writes).finish)
+    opening.start()
+    assert in_contact.wait(PATIENCE_S)
+    engine.calls.clear()
+    made = transport.begin(PEER, group.writes)
+    assert not made.advance(NEVER_S)
+    assert not engine.calls
+    let_go.set()
+    opening.join(PATIENCE_S)
+    assert made.advance(NEVER_S)
+    assert group.order == [0]
 
 
 def test_what_takes_long_is_handed_on_with_its_turn(engine: ScriptedEngine) -> None:
