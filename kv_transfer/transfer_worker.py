@@ -343,11 +343,10 @@ class TransferWorker:
         """Begins the groups of some lanes, waits a moment for them, and hands on what takes longer."""
         until_s = time.monotonic() + _MOMENT_S
         groups = [self._begun(lane) for lane in lanes]
-        if len(lanes) > 1:  # beside each other: all are submitted before any is waited for
-            for lane, group in zip(lanes, groups, strict=True):
-                self._advance(lane, group, 0.0)
-        for lane, group in zip(lanes, groups, strict=True):
-            ended = self._advance(lane, group, until_s)
+        # Beside each other: all are submitted before any is waited for.
+        over = [len(lanes) > 1 and self._advance(lane, group, 0.0) for lane, group in zip(lanes, groups, strict=True)]
+        for lane, group, is_over in zip(lanes, groups, over, strict=True):
+            ended = is_over or self._advance(lane, group, until_s)
             with self._lock:
                 lane.driven = not ended
                 lane.handed = None if ended else group

@@ -22,6 +22,7 @@ class SteppedTransport:
     Attributes:
         groups: how many writes each group had, by session.
         threads: who carried each write out.
+        looks: sessions whose groups were asked to go on.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class SteppedTransport:
         self.threads: list[str] = []
         self.failures: dict[int, Exception] = {}
         self.refusal: Exception | None = None
+        self.looks: list[str] = []
         self.steps: dict[str, threading.Semaphore] = {}
         self.begun = threading.Semaphore(0)
         self.forgotten: list[str] = []
@@ -61,6 +63,7 @@ class _SteppedGroup:
         self._writes = iter(writes)
 
     def advance(self, until_s: float) -> bool:
+        self._transport.looks.append(self._session_id)
         if self._session_id in self._transport.steps:
             return False
         self.finish()
@@ -154,6 +157,14 @@ def test_who_submits_to_an_idle_session_writes(worker: TransferWorker, transport
     assert set(transport.threads) == {threading.current_thread().name}
     assert all(outcome.ok and (outcome.num_bytes, outcome.seconds) == (8, 0.5) for outcome in ends.outcomes.values())
     assert worker.wait_idle(0)
+
+
+def test_a_group_that_is_over_is_left_alone(worker: TransferWorker, transport: SteppedTransport, ends: Ends) -> None:
+    transport.failures = {1: ZeroDivisionError()}
+    worker.submit(ends.job(1), ends.job(2, THERE))
+    assert isinstance(ends.outcomes[1].error, InternalError)
+    assert ends.outcomes[2].ok
+    assert transport.looks == [HERE, THERE]
 
 
 def test_a_group_that_is_not_over_soon_goes_to_the_sessions_thread(
