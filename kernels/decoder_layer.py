@@ -6,6 +6,7 @@ saves is the cost of a dozen Python calls a layer. The resident kernel sums in a
 """
 
 import ctypes
+import logging
 from collections.abc import Collection, Sequence
 from ctypes import byref
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
 from graftline.kernels.checks import check_rows
+from graftline.kernels.cuda_program import CudaProgramError
 from graftline.kernels.kv_write import check_pages
 from graftline.kernels.linear import LinearWeight, linear, linear_gate_up
 from graftline.kernels.native_library import native_library, num_threads
@@ -33,6 +35,8 @@ from graftline.kernels.resident_layers import (
     reason_against_device,
 )
 from graftline.kernels.tree_batch import RowBatch, TreeBatch
+
+_LOG = logging.getLogger(__name__)
 
 
 class DecoderLayerWeights(Protocol):
@@ -188,8 +192,8 @@ class DenseLayers:
             raise ValueError(f"pages {tuple(pages.layers[0][0].shape)} for a batch with pages of {batch.page_size}")
         if any(not 1 <= n <= self.num_layers for n in capture):
             raise ValueError(f"capture: {sorted(capture)} of {self.num_layers} layers")
-        if isinstance(batch, TreeBatch) and (resident := self._resident(pages)) and resident.takes(batch, len(capture)):
-            return self.run_resident(hidden, batch, pages, capture)
+        if isinstance(batch, TreeBatch) and (ran := self._try_resident(hidden, batch, pages, capture)) is not None:
+            return ran
         library = native_library() if hidden.device.type == "cpu" else None
         if library is None or self._native is None or isinstance(batch, TreeBatch):
             return self.run_composed(hidden, batch, pages, capture)
@@ -246,6 +250,20 @@ class DenseLayers:
             ]
             table = self._tables[pages] = layer_table(layers, pages.layers, resident.sizes, hidden.device)
         return resident.run(table, hidden, batch, pages.layers[0][0].stride(0), capture)
+
+    def _try_resident(
+        self, hidden: Tensor, batch: TreeBatch, pages: LayerPages, capture: Collection[int]
+    ) -> tuple[Tensor, dict[int, Tensor]] | None:
+        """None for batches that single ops are to run."""
+        resident = self._resident(pages)
+        if resident is None or not resident.takes(batch, len(capture)):
+            return None
+        try:
+            return self.run_resident(hidden, batch, pages, capture)
+        except CudaProgramError as error:  # such as a device that lends only some of its multiprocessors
+            _LOG.warning("layers run by single ops, which take longer: %s", error)
+            self._residents[pages.page_size] = None
+            return None
 
     def can_reside(self, batch: TreeBatch, pages: LayerPages) -> bool:
         """Whether `run_resident` can run a batch, whatever is faster."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, Laye
 from graftline.kernels.linear import LinearWeight
 from graftline.kernels.resident_layers import (
     FILES,
+    ResidentLayers,
     ResidentShape,
     ResidentSizes,
     fits_kernel,
@@ -223,6 +225,37 @@ def test_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float32" in (reason_against_device(torch.device("cuda"), torch.float32) or "")
     monkeypatch.setenv("GRAFTLINE_RESIDENT_LAYERS", "off")
     assert "off" in (reason_against_device(torch.device("cuda"), torch.bfloat16) or "")
+
+
+class RefusedLayers(ResidentLayers):
+    """A driver that refuses launches."""
+
+    tries = 0
+
+    def takes(self, batch: TreeBatch, num_features: int) -> bool:
+        return True
+
+    def run(self, *arguments: object, **options: object) -> NoReturn:
+        self.tries += 1
+        raise CudaProgramError("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+
+
+def test_single_ops_run_what_the_driver_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(SMALL, [(37, chain(1))], 1)
+    layers = DenseLayers([widened(weights) for weights in case.weights], case.shape)
+    refused = RefusedLayers.__new__(RefusedLayers)
+    refused.sizes = SMALL
+    monkeypatch.setattr(DenseLayers, "reason_against_resident", None)
+    monkeypatch.setattr(layers, "_residents", {PAGE: refused})
+    monkeypatch.setattr("graftline.kernels.decoder_layer.layer_table", lambda *_: torch.zeros(1))
+    pool = case.pool.float()
+    hidden, _ = layers.run(case.hidden.float(), case.batch, LayerPages(case.pages(pool)))
+    assert hidden.equal(case.expected([])[0])
+    assert "TOO_LARGE" in caplog.text
+    layers.run(case.hidden.float(), case.batch, LayerPages(case.pages(pool)))
+    assert refused.tries == 1
 
 
 def test_takes_few_rows() -> None:
