@@ -23,7 +23,7 @@ from graftline.kernels.cuda_program import (
     encode_box_map,
 )
 from graftline.kernels.linear import LinearWeight
-from graftline.kernels.tree_batch import TreeBatch
+from graftline.kernels.tree_batch import TreeBatch, check_tree_batch
 
 _LOG = logging.getLogger(__name__)
 _ENVIRONMENT = "GRAFTLINE_RESIDENT_LAYERS"
@@ -249,7 +249,14 @@ def prepare_round(
         page_stride: elements from page to page.
         capture: features wanted, see `DenseLayers.run`.
         blocks: of the launch.
+
+    Raises:
+        ValueError: a batch that is not as described, or hidden states of another shape or type: the kernel would take
+            their bytes as they are.
     """
+    check_tree_batch(batch)
+    if hidden.shape != (batch.num_rows, sizes.hidden) or hidden.dtype != torch.bfloat16:
+        raise ValueError(f"hidden: {hidden.dtype} {tuple(hidden.shape)} for {batch.num_rows} rows of {sizes.hidden}")
     device, rows = hidden.device, batch.num_rows
     tiles = _pair_tiles(batch.rows_each, sizes.group)
     items = blocks * (_WARPS // tiles)

@@ -216,6 +216,22 @@ def test_reads_no_layer_that_it_cannot(folder: Path) -> None:
         assert words in (replace(SMALL, **change).reason_against() or "")
 
 
+def test_refuses_what_it_would_misread() -> None:
+    """Kernels get addresses: a wrong type must end here."""
+    case = Case(SMALL, [(5, chain(2))], 2)
+    shape = ResidentShape(1e-5, 1.0, case.shape.cos, case.shape.sin)
+    table = torch.zeros(104, dtype=torch.int64)
+    stride = case.pool.stride(0)
+    prepare_round(table, case.hidden, case.batch, stride, SMALL, shape, (), 4)
+    for name, wrong in [("row_slots", torch.int32), ("positions", torch.int64), ("visible", torch.int32)]:
+        batch = replace(case.batch, **{name: getattr(case.batch, name).to(wrong)})
+        with pytest.raises(ValueError, match=name):
+            prepare_round(table, case.hidden, batch, stride, SMALL, shape, (), 4)
+    for hidden in (case.hidden.float(), case.hidden[:1]):
+        with pytest.raises(ValueError, match="hidden"):
+            prepare_round(table, hidden, case.batch, stride, SMALL, shape, (), 4)
+
+
 def test_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(SMALL, [(5, chain(1))], 1)
     assert "cpu" in (DenseLayers(case.weights, case.shape).reason_against_resident or "")
