@@ -145,9 +145,9 @@ class MooncakeGroup:
                 self._retry(session, state, attempt.seconds, spelling)
 
     def _retry(self, session: Session, state: WriteState, seconds: float, spelling: int) -> None:
-        """One write alone, what of it did not arrive: once, if the failure was quick."""
+        """One write alone, what of it did not arrive: once, if its failure was quick or only another write has failed."""
         error = state.failure(session.session_id, "failed", seconds)
-        if seconds >= _QUICK_FAILURE_S or session.spelling >= MAX_SPELLINGS:
+        if state.failed and (seconds >= _QUICK_FAILURE_S or session.spelling >= MAX_SPELLINGS):
             state.write.end(error, seconds)
             return
         try:
@@ -156,7 +156,7 @@ class MooncakeGroup:
             error.__cause__ = gone
             state.write.end(error, seconds)
             return
-        if session.spelling == spelling:  # the first of its attempt
+        if state.failed and session.spelling == spelling:  # the first of its attempt
             session.respell(spelling + 1)
         state.renew()
         second = Attempt(session, iter((state,)))

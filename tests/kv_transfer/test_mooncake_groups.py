@@ -219,6 +219,23 @@ def test_a_deadline_in_the_middle_ends_one_write_of_a_batch(engine: ScriptedEngi
     assert not engine.under_way
 
 
+def test_a_write_that_anothers_deadline_stopped_goes_on(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it failed, so nothing of it is written twice, however long the other one took."""
+    monkeypatch.setattr(mooncake_group, "_QUICK_FAILURE_S", 0.0)
+    transport, group = opened(engine, copies_per_batch=1, max_in_flight=2), Group(2, 16, copies_each=3)
+    assert group[0].copies is not None
+    group[0].copies = group[0].copies[:1]
+    group[0].deadline_s = time.monotonic() + 0.05
+    engine.status = lambda target, address, looks: int(address != group[0].address)
+    transport.begin(PEER, group.writes).finish()
+    assert group.failed == {0: False}
+    assert group.order == [0, 1]
+    written = [address for call in engine.calls for address in call]
+    assert len(written) == len(set(written)) == 4
+
+
 def test_unregistered_and_unwanted_writes_leave_the_others_alone(engine: ScriptedEngine) -> None:
     transport, group = opened(engine), Group(4)
     group[1].copies = [Copy(BASE - 1, TARGET, 16)]
