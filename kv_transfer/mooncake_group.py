@@ -145,7 +145,7 @@ class MooncakeGroup:
                 self._retry(session, state, attempt.seconds, spelling)
 
     def _retry(self, session: Session, state: WriteState, seconds: float, spelling: int) -> None:
-        """One write alone, what of it did not arrive: once, if its failure was quick or only another write has failed."""
+        """One write alone, what of it did not arrive: once, if its failure was quick or only another one failed."""
         error = state.failure(session.session_id, "failed", seconds)
         if state.failed and (seconds >= _QUICK_FAILURE_S or session.spelling >= MAX_SPELLINGS):
             state.write.end(error, seconds)
