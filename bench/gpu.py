@@ -34,11 +34,13 @@ class Place:
     Attributes:
         model: name, directory or GGUF file of a model with weights.
         scratch: for files that need not last.
+        batches: of decode steps, and of answers beside transformers, in this order; none: those of every section.
     """
 
     model: str
     device: str
     scratch: Path
+    batches: tuple[int, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -84,7 +86,8 @@ def _roofline(steps: Steps, place: Place) -> None:
     if place.kind == "cpu":
         steps.note("8B shapes", "need a GPU")
         return
-    measure_roofline(steps, write_dummy_model(place.scratch / "llama-8b", LLAMA_8B), place.device)
+    model = write_dummy_model(place.scratch / "llama-8b", LLAMA_8B)
+    measure_roofline(steps, model, place.device, batches=place.batches or (1, 4, 16, 64))
 
 
 def _speculation(steps: Steps, place: Place) -> None:
@@ -114,10 +117,12 @@ def _transformers(steps: Steps, place: Place) -> None:
     from graftline.engine.model_fetch import draft_head_path, resolve_model
 
     model = resolve_model(place.model)
-    measure_side_by_side(steps, "default model", Setting(model, draft_head_path(model), place.device))
+    batches = place.batches or (1, 16, 4)
+    measure_side_by_side(steps, "default model", Setting(model, draft_head_path(model), place.device), batches=batches)
     if place.kind != "cpu":
         large = write_dummy_model(place.scratch / "llama-8b", LLAMA_8B)
-        measure_side_by_side(steps, "8B shapes", Setting(large, None, place.device), static_s=60.0)
+        setting = Setting(large, None, place.device)
+        measure_side_by_side(steps, "8B shapes", setting, batches=batches, static_s=60.0)
 
 
 def _drafter(steps: Steps, place: Place) -> None:
@@ -186,7 +191,13 @@ SECTIONS = {
 
 
 def run_sections(
-    names: Sequence[str], out: Path, seconds: float, model: str, device: str, command: Sequence[str] | None = None
+    names: Sequence[str],
+    out: Path,
+    seconds: float,
+    model: str,
+    device: str,
+    command: Sequence[str] | None = None,
+    batches: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Runs sections one after the other and keeps `out` up to date.
 
@@ -212,6 +223,7 @@ def run_sections(
                 part = Path(folder, f"{name}.json")
                 words = ["--section", name, "--out", str(part), "--seconds", str(bound_s), "--model", model]
                 words += ["--device", device, "--scratch", folder]
+                words += ["--batches", ",".join(map(str, batches))] if batches else []
                 _watch([*start, *words], part, bound_s, section, lambda: write_json(out, found))
             write_json(out, found)
     return found
@@ -266,17 +278,26 @@ def main() -> None:
         "--model", default="smollm2-135m", help="known name, directory or GGUF file, its head beside it"
     )
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument(
+        "--batches", default="", help="of roofline and transformers, such as 16,4; by default their own"
+    )
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    try:
+        batches = tuple(int(batch) for batch in arguments.batches.split(",") if batch)
+    except ValueError:
+        parser.error(f"--batches: {arguments.batches!r} is not a list of numbers")
+    if any(batch < 1 for batch in batches):
+        parser.error(f"--batches: {arguments.batches!r} has a number below 1")
     if arguments.section is not None:
-        place = Place(arguments.model, arguments.device, arguments.scratch)
+        place = Place(arguments.model, arguments.device, arguments.scratch, batches)
         _run_one(arguments.section, arguments.out, arguments.seconds, place)
         return
     names = [name for name in arguments.sections.split(",") if name]
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"--sections: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-    found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device)
+    found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device, batches=batches)
     for name, section in found["sections"].items():
         print(f"{name}: {section['ending']}, {section.get('seconds', 0)} s")
 

@@ -20,6 +20,7 @@ import msgspec
 from graftline.bench.gpu_steps import Steps, run_bounded, write_json
 from graftline.bench.machine import command_line, machine_facts
 from graftline.bench.multi_gpu_configs import TINY
+from graftline.bench.multi_gpu_speculation import PAIRS
 
 _GRACE_S = 5.0
 # Drafts of the 8B shapes that are right, each: such heads reach an accept length of about 3 with chains of three.
@@ -34,11 +35,13 @@ class Place:
         model: name, directory or GGUF file of a model with weights; empty: a tiny random one.
         device: "cuda" for GPUs 0 and 1, or "cpu".
         scratch: for files that need not last.
+        pairs: of engines that are measured, in this order.
     """
 
     model: str
     device: str
     scratch: Path
+    pairs: Sequence[str] = PAIRS
 
     @property
     def devices(self) -> tuple[str, str]:
@@ -73,7 +76,7 @@ def _large(steps: Steps, place: Place) -> None:
     model, head = write_successor_pair(place.scratch / "successors", SHARE, shapes)
     steps.note("simulated: drafts that are right, each", SHARE)
     load = Load.small() if place.device == "cpu" else Load.of_gpu(prompt_len=1024)
-    measure_speculation(steps, "8B shapes", model, head, place.devices, load, usual_tree(place.device))
+    measure_speculation(steps, "8B shapes", model, head, place.devices, load, usual_tree(place.device), place.pairs)
 
 
 def _long(steps: Steps, place: Place) -> None:
@@ -86,7 +89,9 @@ def _long(steps: Steps, place: Place) -> None:
     shapes = TINY if place.device == "cpu" else {**LLAMA_8B, "max_position_embeddings": length + 1024}
     model, head = write_successor_pair(place.scratch / "long-successors", SHARE, shapes)
     load = Load.small() if place.device == "cpu" else Load.of_long_prompts(length)
-    measure_speculation(steps, "8B shapes, 16k", model, head, place.devices, load, usual_tree(place.device))
+    measure_speculation(
+        steps, "8B shapes, 16k", model, head, place.devices, load, usual_tree(place.device), place.pairs
+    )
 
 
 def _small(steps: Steps, place: Place) -> None:
@@ -99,7 +104,7 @@ def _small(steps: Steps, place: Place) -> None:
     model, head = _model_and_head(place)
     texts = parity_prompts(open_checkpoint(model)) if place.model else ()
     load = Load.small() if place.device == "cpu" else Load.of_texts(512, texts)
-    measure_speculation(steps, "default model", model, head, place.devices, load, usual_tree(place.device))
+    measure_speculation(steps, "default model", model, head, place.devices, load, usual_tree(place.device), place.pairs)
 
 
 def _model_and_head(place: Place) -> tuple[Path, Path | None]:
@@ -134,7 +139,9 @@ SECTIONS = {
 """In order of importance."""
 
 
-def run_sections(names: Sequence[str], out: Path, seconds: float, model: str, device: str) -> dict[str, Any]:
+def run_sections(
+    names: Sequence[str], out: Path, seconds: float, model: str, device: str, pairs: Sequence[str] = PAIRS
+) -> dict[str, Any]:
     """Runs sections one after the other and keeps `out` up to date."""
     deadline_s = time.monotonic() + seconds
     found: dict[str, Any] = {
@@ -152,7 +159,7 @@ def run_sections(names: Sequence[str], out: Path, seconds: float, model: str, de
             else:
                 part = Path(folder, f"{name}.json")
                 words = ["--section", name, "--out", str(part), "--seconds", str(bound_s), "--model", model]
-                words += ["--device", device, "--scratch", folder]
+                words += ["--device", device, "--scratch", folder, "--pairs", ",".join(pairs)]
                 command = [sys.executable, "-m", "graftline.bench.multi_gpu", *words]
                 found["sections"][name] = run_bounded(command, part, bound_s)
             write_json(out, found)
@@ -172,18 +179,26 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--model", default="", help="known name, directory or GGUF file; by default a tiny random one")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--pairs",
+        default=",".join(PAIRS),
+        help=f"engines of the last three sections, in this order, of {', '.join(PAIRS)}",
+    )
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section is not None:
         steps = Steps(arguments.out, max(1.0, arguments.seconds - _GRACE_S))
-        place = Place(arguments.model, arguments.device, arguments.scratch)
+        place = Place(arguments.model, arguments.device, arguments.scratch, arguments.pairs.split(","))
         SECTIONS[arguments.section].run(steps, place)
         return
     names = [name for name in arguments.sections.split(",") if name]
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"--sections: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-    found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device)
+    pairs = [name for name in arguments.pairs.split(",") if name]
+    if unknown := [name for name in pairs if name not in PAIRS]:
+        parser.error(f"--pairs: no pair {unknown[0]!r}; there are {', '.join(PAIRS)}")
+    found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device, pairs)
     for name, section in found["sections"].items():
         failed = "".join(f"; failed: {step}" for step in _failed_steps(section))
         print(f"{name}: {section['ending']}{failed}")

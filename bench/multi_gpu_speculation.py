@@ -21,6 +21,8 @@ from graftline.engine.tree_shape import TreeShape
 
 CHAIN = TreeShape(5, 1, 6)
 """Beside the usual tree where many requests make a verify of many nodes compute-bound."""
+PAIRS = ("eagle2", "plain2", "plain1", "eagle1", "chain2")
+"""Engines by what they draft and their stages, the most telling first."""
 _WARM_UP_TOKENS = 4
 
 
@@ -53,9 +55,16 @@ Found = dict[tuple[Kind, Ask], Figures]
 
 
 def measure_speculation(
-    steps: Steps, name: str, model: Path, head: Path | None, devices: Sequence[str], load: Load, shape: TreeShape
+    steps: Steps,
+    name: str,
+    model: Path,
+    head: Path | None,
+    devices: Sequence[str],
+    load: Load,
+    shape: TreeShape,
+    pairs: Sequence[str] = PAIRS,
 ) -> None:
-    """Notes every pair of engines, the most telling first, by concurrency and kind of start, and ratios."""
+    """Notes pairs of engines in their order, by concurrency and kind of start, and ratios of those that there are."""
     is_cpu = devices[0] == "cpu"
     setting = Setting(
         model,
@@ -70,14 +79,14 @@ def measure_speculation(
     )
     found: Found = {}
     rates = [load.steady(concurrency) for concurrency in load.concurrencies]
-    pairs = [
-        (Kind(2, shape), load.asks()),
-        (Kind(2, None), load.asks()),
-        (Kind(1, None), rates),
-        (Kind(1, shape), rates),
-        (Kind(2, CHAIN), [ask for ask in rates if ask.concurrency > 2]),
-    ]
-    for kind, asks in pairs:
+    kinds = {
+        "eagle2": (Kind(2, shape), load.asks()),
+        "plain2": (Kind(2, None), load.asks()),
+        "plain1": (Kind(1, None), rates),
+        "eagle1": (Kind(1, shape), rates),
+        "chain2": (Kind(2, CHAIN), [ask for ask in rates if ask.concurrency > 2]),
+    }
+    for kind, asks in (kinds[pair] for pair in pairs):
         if kind.tree is not None and head is None:
             continue
         where = f"{name}, {kind.pair_name}"

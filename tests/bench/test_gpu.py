@@ -40,6 +40,22 @@ def test_every_section_is_told_its_place_and_its_findings_are_kept(tmp_path: Pat
     assert found["machine"]["num_cores"] > 0
 
 
+def test_sections_are_told_which_batches(tmp_path: Path) -> None:
+    command = script(tmp_path, "json.dump(told, open(OUT, 'w'))")
+    found = run_sections(["roofline"], tmp_path / "gpu.json", 30.0, "some-model", "cpu", command, (16, 4))
+    assert found["sections"]["roofline"]["found"]["--batches"] == "16,4"
+
+
+@pytest.mark.parametrize(("batches", "answer"), [("4,x", "'4,x' is not a list"), ("4,0", "'4,0' has a number below 1")])
+def test_batches_are_numbers(
+    batches: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path / "gpu.json"), "--batches", batches])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert answer in capsys.readouterr().err
+
+
 def test_a_crash_costs_its_own_section_and_its_last_words_are_kept(tmp_path: Path) -> None:
     body = "print('the last words'); sys.stdout.flush()\nif SECTION == 'parity': os.abort()"
     found = run(tmp_path, body, ["parity", "roofline"])["sections"]

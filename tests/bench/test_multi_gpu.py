@@ -173,6 +173,14 @@ def test_what_does_not_fit_into_the_time_is_not_begun(tmp_path: Path) -> None:
     assert steps.found["tiny, ratios"] == {}
 
 
+def test_pairs_come_in_the_order_that_was_asked_for(tmp_path: Path) -> None:
+    model, head = write_successor_pair(tmp_path, 0.8, TINY)
+    steps = Steps(tmp_path / "steps.json", 1.0)
+    measure_speculation(steps, "tiny", model, head, CPUS, Load.small(), CPU_TREE, ["plain1", "eagle2"])
+    skipped = [name for name, value in steps.found.items() if isinstance(value, dict) and "skipped" in value]
+    assert skipped == ["tiny, 1 stages plain", "tiny, 2 stages EAGLE S3 K1 V4"]
+
+
 @pytest.mark.slow
 @pytest.mark.system
 def test_requests_that_decode_together_have_a_window(tmp_path: Path, steps: Steps) -> None:
@@ -197,9 +205,11 @@ def test_requests_that_decode_together_have_a_window(tmp_path: Path, steps: Step
 
 def test_sections_run_in_order_within_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, float]] = []
+    told: list[str] = []
 
     def run_bounded(command: list[str], part: Path, seconds: float) -> dict[str, Any]:
         ran.append((command[command.index("--section") + 1], seconds))
+        told.append(command[command.index("--pairs") + 1])
         return {"found": {"step": {"error": "no"}}, "ending": "exit code 0", "output": []}
 
     monkeypatch.setattr(multi_gpu, "run_bounded", run_bounded)
@@ -211,6 +221,18 @@ def test_sections_run_in_order_within_their_time(tmp_path: Path, monkeypatch: py
     assert ran[1][1] <= 60.0
     assert json.loads(out.read_text())["sections"] == found["sections"]
     assert run_sections(["parity"], out, 5.0, "", "cpu")["sections"]["parity"]["ending"].startswith("not begun")
-    monkeypatch.setattr(sys, "argv", ["multi_gpu", "--out", str(out), "--sections", "nonsense"])
+    run_sections(["large"], out, 60.0, "", "cpu", ["plain1", "eagle2"])
+    assert told == ["eagle2,plain2,plain1,eagle1,chain2"] * 2 + ["plain1,eagle2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [(["--sections", "nonsense"], "no section 'nonsense'"), (["--pairs", "plain2,plain3"], "no pair 'plain3'")],
+)
+def test_says_what_there_is_none_of(
+    words: list[str], answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["multi_gpu", "--out", str(tmp_path / "out.json"), *words])
     with pytest.raises(SystemExit):
         multi_gpu.main()
+    assert answer in capsys.readouterr().err
