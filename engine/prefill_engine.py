@@ -7,6 +7,7 @@ stage sends from them.
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,6 +115,7 @@ class PrefillScheduler:
         self._jobs: dict[RequestKey, PrefillJob] = {}
         self._line: WaitingLine[PrefillJob] = WaitingLine()
         self._computing: list[PrefillJob] = []
+        self._peers: set[str] = set()
         self._by_step: dict[int, list[PrefillJob]] = {}
         self._by_order: dict[int, PrefillJob] = {}
         self._steps = itertools.count()
@@ -187,8 +189,10 @@ class PrefillScheduler:
             case _Cancel(key):
                 self._cancel(key)
             case _Pair(peer, layout):
+                self._peers.add(peer)
                 self._pipeline.tell(PairPeer(peer, layout))
             case _Forget(peer):
+                self._peers.discard(peer)
                 self._pipeline.tell(ForgetPeer(peer))
             case _:
                 raise TypeError(f"{type(item).__name__} in a prefill engine's inbox")
@@ -238,11 +242,24 @@ class PrefillScheduler:
         return None
 
     def _admit(self) -> None:
-        """Gives waiting jobs pages and a slot as long as there are any."""
-        while self._slots.num_free and (job := self._line.take(self._find_pages)) is not None:
+        """Gives waiting jobs pages and a slot as long as there are any.
+
+        A decode without room gives its jobs nowhere to go: where there are several, those of one leave some slots to
+        the others'.
+        """
+        stranded = Counter(job.peer for job in self._computing if job.destination is None)
+        most = self._config.max_running
+        if len(self._peers) > 1:
+            most = max(1, most - max(1, most // 4))
+
+        def may_begin(job: PrefillJob) -> bool:
+            return stranded[job.peer] < most
+
+        while self._slots.num_free and (job := self._line.take(self._find_pages, may_begin)) is not None:
             job.slot = self._slots.take()
             job.scheduled_s = time.monotonic()
             self._computing.append(job)
+            stranded[job.peer] += 1
             self.totals.cached_tokens += job.cached
             job.deliver(Scheduled(job.cached))
 

@@ -3,6 +3,7 @@
 `local_pair` asserts at its end that every pool of both engines is whole.
 """
 
+import queue
 from collections.abc import Callable
 from random import Random
 
@@ -16,6 +17,7 @@ from graftline.engine.request import FinishReason, Request, RequestId, RequestKe
 from graftline.engine.service_api import (
     DecodeFailed,
     DecodeFinished,
+    Drained,
     FirstToken,
     PrefillFailed,
     PrefillFailure,
@@ -26,6 +28,7 @@ from graftline.engine.service_api import (
 )
 from graftline.engine.tree_shape import TreeShape
 from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavailableError
+from graftline.worker.facts import encode_peer, stage_layouts
 
 CHAIN = TreeShape(3, 1, 4)
 
@@ -513,6 +516,33 @@ def test_who_fits_overtakes_who_does_not(world: TinyWorld) -> None:
     assert ended[-1] == 50
     for call, answer in zip([holder, *rest], answers, strict=True):
         assert answer.ids == world.plain.answer(call.ask.token_ids, 4)
+
+
+@pytest.mark.parametrize("slots", [2, 8])
+def test_a_decode_without_room_leaves_slots_to_another(world: TinyWorld, slots: int) -> None:
+    """Its requests have nowhere to go and wait on the prefill; those of a decode that idles pass them."""
+    stranded: list[RequestKey] = []
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with local_pair(world.plain.path, world.eagle, num_pages=128, prefill={"max_running": slots}) as pair:
+        pair.prefill.pair("full", encode_peer(stage_layouts(pair.decode_engine.layouts)))
+        for number in range(3 * slots):
+            key = RequestKey(RequestId(f"stranded-{number}"), 0)
+            ids = tuple(prompt(9, number))
+            request = Request(key, ids, len(ids), Sampling(), Stopping(4, 0, frozenset(), frozenset()), None)
+            pair.prefill.submit(request, "full", True, events.put)
+            stranded.append(key)
+        most = slots - max(1, slots // 4)
+        pair.await_load(lambda: pair.prefill.load().running == most and pair.prefill.load().queued == 3 * slots - most)
+        answers = pair.run([Ask(token_ids=prompt(7, seed), max_tokens=6) for seed in range(5)])
+        for seed, answer in enumerate(answers):
+            assert answer.ids == world.plain.answer(prompt(7, seed), 6)
+        assert pair.prefill.load().running == most
+        for key in stranded:
+            pair.prefill.cancel(key)
+        ended = 0
+        while ended < len(stranded):
+            ended += isinstance(events.get(timeout=20.0), Drained)
+        pair.prefill.forget("full")
 
 
 def test_an_overload_leaves_no_trace(world: TinyWorld) -> None:

@@ -45,6 +45,20 @@ def test_a_head_is_overtaken_a_bounded_number_of_times() -> None:
         assert line.take(up_to(5)) == 1
 
 
+def test_those_whose_turn_cannot_come_are_passed_over() -> None:
+    """And no patience of the head's is used up by that: nobody had to wait for them."""
+    line = line_of(21, 22, 9, 1)
+    assert line.take(up_to(5), lambda item: item < 20) == 1
+    assert list(line) == [21, 22, 9]
+    assert line.take(up_to(5), lambda item: item < 20) is None
+    assert line.take(up_to(9), lambda item: item < 20) == 9
+    assert line.take(up_to(99), lambda item: item < 20) is None
+    for _ in range(3 * MAX_OVERTAKING):
+        line.append(1)
+        assert line.take(up_to(5), lambda item: item < 20) == 1
+    assert line.take(up_to(99)) == 21
+
+
 def test_looks_are_bounded() -> None:
     asked: list[int] = []
 
