@@ -56,6 +56,7 @@ class GraphPool:
             if self._memory is None or not wanted:
                 return None
             torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # a capture begins with it: it would seem to give memory back
             before = torch.cuda.memory_reserved(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
