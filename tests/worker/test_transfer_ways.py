@@ -81,14 +81,17 @@ def test_rdma_devices_need_rdma() -> None:
         mooncake_ways(TransferConfig(protocol=TransferProtocol.TCP, rdma_devices="mlx5_0"), False)
 
 
-def test_orders_to_a_peer_without_a_way_are_answered_with_that() -> None:
-    """The stage lives on: whoever paired it should have refused, but no order may end it."""
+@pytest.mark.parametrize("had_a_way", [False, True])
+def test_orders_to_a_peer_without_a_way_are_answered_with_that(had_a_way: bool) -> None:
+    """The stage lives on: whoever paired it should have refused, but no order may end it or go an earlier way."""
     port = PortFactory(TransferConfig(transport=TransportName.IN_PROCESS), InProcessHub())(0)
     pool = KvPool(KvGeometry(1, 4, 1, 8, torch.float32), 4, layers=(0,))
     own = StageLayout.from_proto(common_pb2.StageLayout.FromString(port.open(StagePools(0, pool, None))))
     assert [endpoint.path for endpoint in own.endpoints] == [TCP]
     assert own.host_id
     peer = StageLayout(0, "peer:1", own.buffers, own.host_id, (Endpoint(RDMA, "peer:1"),))
+    if had_a_way:
+        port.pair("peer", encode_peer([own.to_proto()]))
     port.pair("peer", encode_peer([peer.to_proto()]))
     answers: list[SendDone] = []
     order = SendOrder(7, "owner", "peer", 0, SentPool.TARGET, [(0, 0)])

@@ -154,7 +154,7 @@ class StagePort:
         order, deadline_s = sending.order, time.monotonic() + self._order_timeout_s
         with self._lock:
             planner, refused = self._planners.get(order.peer), self._refused.get(order.peer)
-        if planner is None:
+        if refused is not None or planner is None:
             self._refuse(sending, refused or InvalidRequestError("peer", f"{order.peer} is not paired"))
             return []
         kinds = _KINDS[order.pool]
