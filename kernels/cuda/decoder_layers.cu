@@ -44,6 +44,17 @@ enum {
 
 typedef enum { QKV, OUTPUT, GATE_UP, DOWN } Product;
 
+DEVICE int inputs_of(Product product) { return product == OUTPUT ? Q_SIZE : product == DOWN ? INTER : HIDDEN; }
+DEVICE int chunk_of(Product product) {
+    return product == OUTPUT ? CHUNK_ATTENDED : product == DOWN ? CHUNK_INTER : CHUNK_HIDDEN;
+}
+DEVICE int tiles_of(Product product) {
+    return product == QKV ? QKV_TILES : product == GATE_UP ? INTER / 8 : HIDDEN / TILE;
+}
+DEVICE int group_of(Product product) {
+    return product == QKV ? GROUP_QKV : product == OUTPUT ? GROUP_OUTPUT : product == GATE_UP ? GROUP_GATE_UP : GROUP_DOWN;
+}
+
 // What a layer reads; the table lies in global memory.
 // Maps tell the copy engine how to find boxes of a matrix (64 inputs, 8 outputs, 64-input blocks of a chunk) and of pages (64
 // columns, blocks of a head, 1 head, tokens of a page, 1 page). A box arrives as lines of 128 bytes whose 16-byte pieces are
@@ -130,6 +141,13 @@ DEVICE int weight_row(Product product, int tile, int i) {
     return tile * TILE + i;
 }
 
+// First tile of this block when tiles go round from block `turn` on: who has one more changes from product to product.
+DEVICE int first_tile(int *turn, Product product) {
+    int grid = num_blocks(), first = (block_id() - *turn + grid) % grid;
+    *turn = (*turn + tiles_of(product)) % grid;
+    return first;
+}
+
 // ---- producer ----
 
 // Waits until the next slot is free and few are on their way.
@@ -141,8 +159,9 @@ DEVICE void await_slot(const Place *place) {
 }
 
 DEVICE void produce_product(
-    Place *place, Product product, const TileMap *map, int inputs, int chunk, int group, int tiles, int first, u64 policy) {
-    int lane = thread_id() % LANES, grid = num_blocks();
+    Place *place, Product product, const TileMap *map, int *turn, u64 policy) {
+    int inputs = inputs_of(product), chunk = chunk_of(product), group = group_of(product), tiles = tiles_of(product);
+    int lane = thread_id() % LANES, grid = num_blocks(), first = first_tile(turn, product);
     for (int begin = first; begin < tiles; begin += group * grid) {
         int count = smaller(group, (tiles - begin + grid - 1) / grid);
         for (int k = 0; k < inputs; k += chunk)
@@ -292,12 +311,14 @@ DEVICE void finish(
 // shared memory.
 DEVICE void compute_product(
     Place *place, const Round *round, const Layer *layer, int index, Product product, const bf16 *x, const bf16 *norm,
-    int inputs, int chunk, int group, int tiles, int first) {
+    int *turn) {
     enum {
         MAX_STEPS = 3,  // of 32 inputs, a warp and chunk
         AHEAD = ROW_TILES == 1 ? 4 : 3,  // chunks whose inputs are on their way: L2 answers later than the ring
     };
+    int inputs = inputs_of(product), chunk = chunk_of(product), group = group_of(product), tiles = tiles_of(product);
     int thread = thread_id(), warp = thread / LANES, lane = thread % LANES, grid = num_blocks();
+    int first = first_tile(turn, product);
     int steps = chunk / 32, most_steps = (steps + WARPS - 1) / WARPS, line = line_of(lane / 4);
     int from = warp / 2 * 1024 + swizzled(line, warp % 2 * 4 + lane % 4);  // two steps share a line
     for (int begin = first; begin < tiles; begin += group * grid) {
@@ -779,28 +800,17 @@ DEVICE void consumers_meet(const Round *round, u32 *goal) {
     part_sync(CONSUMERS);
 }
 
-// First tile of this block when tiles go round from block `turn` on: who has one more changes from product to product.
-DEVICE int first_tile(int *turn, int tiles) {
-    int grid = num_blocks(), first = (block_id() - *turn + grid) % grid;
-    *turn = (*turn + tiles) % grid;
-    return first;
-}
-
 DEVICE void produce(const Round *round) {
     Place place = {0, 0, 0};
     int turn = 0;
     u64 policy = policy_read_once();
     for (int index = 0; index < round->num_layers; index++) {
         const Layer *layer = &round->layers[index];
-        produce_product(
-            &place, QKV, &layer->qkv, HIDDEN, CHUNK_HIDDEN, GROUP_QKV, QKV_TILES, first_tile(&turn, QKV_TILES), policy);
+        produce_product(&place, QKV, &layer->qkv, &turn, policy);
         produce_kv(&place, round, layer, WARPS / round->row_tiles_of_pairs, policy);
-        produce_product(
-            &place, OUTPUT, &layer->output, Q_SIZE, CHUNK_ATTENDED, GROUP_OUTPUT, HIDDEN / TILE, first_tile(&turn, HIDDEN / TILE), policy);
-        produce_product(
-            &place, GATE_UP, &layer->gate_up, HIDDEN, CHUNK_HIDDEN, GROUP_GATE_UP, INTER / 8, first_tile(&turn, INTER / 8), policy);
-        produce_product(
-            &place, DOWN, &layer->down, INTER, CHUNK_INTER, GROUP_DOWN, HIDDEN / TILE, first_tile(&turn, HIDDEN / TILE), policy);
+        produce_product(&place, OUTPUT, &layer->output, &turn, policy);
+        produce_product(&place, GATE_UP, &layer->gate_up, &turn, policy);
+        produce_product(&place, DOWN, &layer->down, &turn, policy);
     }
 }
 
@@ -811,9 +821,7 @@ DEVICE void consume(const Round *round) {
     Shares shares = share_pairs(round);
     for (int index = 0; index < round->num_layers; index++) {
         const Layer *layer = &round->layers[index];
-        compute_product(
-            &place, round, layer, index, QKV, round->hidden, layer->input_norm, HIDDEN, CHUNK_HIDDEN, GROUP_QKV, QKV_TILES,
-            first_tile(&turn, QKV_TILES));
+        compute_product(&place, round, layer, index, QKV, round->hidden, layer->input_norm, &turn);
         consumers_meet(round, &goal);
         Spread spread;
         begin_pair(&spread, round, layer, &shares, task_of(&shares, 0));
@@ -821,17 +829,11 @@ DEVICE void consume(const Round *round) {
         consumers_meet(round, &goal);
         combine(round, layer, &shares, &spread);
         consumers_meet(round, &goal);
-        compute_product(
-            &place, round, layer, index, OUTPUT, round->attended, 0, Q_SIZE, CHUNK_ATTENDED, GROUP_OUTPUT, HIDDEN / TILE,
-            first_tile(&turn, HIDDEN / TILE));
+        compute_product(&place, round, layer, index, OUTPUT, round->attended, 0, &turn);
         consumers_meet(round, &goal);
-        compute_product(
-            &place, round, layer, index, GATE_UP, round->hidden, layer->post_norm, HIDDEN, CHUNK_HIDDEN, GROUP_GATE_UP, INTER / 8,
-            first_tile(&turn, INTER / 8));
+        compute_product(&place, round, layer, index, GATE_UP, round->hidden, layer->post_norm, &turn);
         consumers_meet(round, &goal);
-        compute_product(
-            &place, round, layer, index, DOWN, round->act, 0, INTER, CHUNK_INTER, GROUP_DOWN, HIDDEN / TILE,
-            first_tile(&turn, HIDDEN / TILE));
+        compute_product(&place, round, layer, index, DOWN, round->act, 0, &turn);
         if (index + 1 < round->num_layers) consumers_meet(round, &goal);
     }
 }

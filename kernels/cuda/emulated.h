@@ -27,7 +27,6 @@ typedef struct {
 #define UNROLL
 #define TAKE_REGISTERS(count)
 #define GIVE_REGISTERS(count)
-#define UNROLL_4
 #define UNROLL_8
 #define BY_VALUE
 #define NOTHING (-INFINITY)

@@ -19,7 +19,6 @@ enum { SHARED_BYTES = 232448 };  // that a block may have
 #define UNROLL _Pragma("unroll")
 #define TAKE_REGISTERS(count) asm volatile("setmaxnreg.inc.sync.aligned.u32 " #count ";")
 #define GIVE_REGISTERS(count) asm volatile("setmaxnreg.dec.sync.aligned.u32 " #count ";")
-#define UNROLL_4 _Pragma("unroll 4")
 #define UNROLL_8 _Pragma("unroll 8")
 #define BY_VALUE __grid_constant__
 #define NOTHING __int_as_float(0xff800000)  // the smallest score: minus infinity
