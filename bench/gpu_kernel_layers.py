@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from graftline.bench.gpu_kernel_items import Item, device, normal, seconds_each, tree_round
-from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
+from graftline.engine.models.dense import LayerWeights
+from graftline.kernels.decoder_layer import DenseLayers, LayerPages
+from graftline.kernels.layer_weights import DecoderLayerShape
 from graftline.kernels.linear import LinearWeight, pack_linear
 
 _LAYERS, _SMOL_LAYERS = 8, 30
@@ -35,18 +37,6 @@ class LayerSizes:
 
 EIGHT_B = LayerSizes(4096, 14336, 32, 8, 128)
 SMOL = LayerSizes(576, 1536, 9, 3, 64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    input_norm: Tensor
-    qkv: LinearWeight
-    q_norm: None
-    k_norm: None
-    output: LinearWeight
-    post_norm: Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
 
 
 def list_layers() -> list[Item]:
@@ -101,7 +91,7 @@ def _layers(sizes: LayerSizes, count: int) -> DenseLayers:
 
     norm = torch.ones(sizes.hidden, dtype=_dtype(), device=device())
     weights = [
-        _Weights(
+        LayerWeights(
             norm, weight(q_size + 2 * kv_size, sizes.hidden), None, None, weight(sizes.hidden, q_size), norm,
             weight(2 * sizes.inter, sizes.hidden), weight(sizes.hidden, sizes.inter),
         )

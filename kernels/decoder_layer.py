@@ -9,9 +9,7 @@ import ctypes
 import logging
 from collections.abc import Collection, Sequence
 from ctypes import byref
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,14 +20,14 @@ from graftline.kernels.attention_backend import Attention
 from graftline.kernels.checks import check_rows
 from graftline.kernels.cuda_program import CudaProgramError
 from graftline.kernels.kv_write import check_pages
-from graftline.kernels.linear import LinearWeight, linear, linear_gate_up
+from graftline.kernels.layer_weights import DecoderLayerShape, DecoderLayerWeights
+from graftline.kernels.linear import linear, linear_gate_up
 from graftline.kernels.native_library import native_library, num_threads
 from graftline.kernels.native_structs import NativeLayer, NativeLayers, NativePages, native_batch, native_pages
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.qkv_placing import place_qkv
 from graftline.kernels.resident_layers import (
     ResidentLayers,
-    ResidentShape,
     ResidentSizes,
     layer_table,
     reason_against_device,
@@ -37,62 +35,6 @@ from graftline.kernels.resident_layers import (
 from graftline.kernels.tree_batch import RowBatch, TreeBatch
 
 _LOG = logging.getLogger(__name__)
-
-
-class DecoderLayerWeights(Protocol):
-    """Parameters of one pre-norm layer; q, k, v and gate, up are stacked into one matrix each."""
-
-    @property
-    def input_norm(self) -> Tensor:
-        """[hidden]."""
-
-    @property
-    def qkv(self) -> LinearWeight:
-        """Hidden -> (heads + 2 * kv_heads) * head_dim."""
-
-    @property
-    def q_norm(self) -> Tensor | None:
-        """[head_dim] of the per-head norm of q before rope, or None."""
-
-    @property
-    def k_norm(self) -> Tensor | None:
-        """Likewise of k; both or neither."""
-
-    @property
-    def output(self) -> LinearWeight:
-        """Heads * head_dim -> hidden."""
-
-    @property
-    def post_norm(self) -> Tensor:
-        """[hidden]."""
-
-    @property
-    def gate_up(self) -> LinearWeight:
-        """Hidden -> 2 * inter."""
-
-    @property
-    def down(self) -> LinearWeight:
-        """Inter -> hidden."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayerShape:
-    """What the layers of a range have in common.
-
-    Attributes:
-        eps: of all norms.
-        scale: of attention scores, usually head_dim ** -0.5.
-        cos: [max_positions, rotated / 2] float32.
-        sin: likewise.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
-    cos: Tensor = field(repr=False)
-    sin: Tensor = field(repr=False)
 
 
 class LayerPages:
@@ -244,11 +186,7 @@ class DenseLayers:
         assert resident is not None
         table = self._tables.get(pages)
         if table is None:
-            layers = [
-                (layer.input_norm, layer.qkv, layer.output, layer.post_norm, layer.gate_up, layer.down)
-                for layer in self._layers
-            ]
-            table = self._tables[pages] = layer_table(layers, pages.layers, resident.sizes, hidden.device)
+            table = self._tables[pages] = layer_table(self._layers, pages.layers, resident.sizes, hidden.device)
         return resident.run(table, hidden, batch, pages.layers[0][0].stride(0), capture)
 
     def _try_resident(
@@ -285,24 +223,19 @@ class DenseLayers:
             return "the output has a bias"
         if 2 * shape.cos.shape[1] != shape.head_dim:
             return f"{2 * shape.cos.shape[1]} of {shape.head_dim} columns are rotated"
-        return None
+        return None if shape.cos.is_contiguous() and shape.sin.is_contiguous() else "cos or sin is not contiguous"
 
     def _resident(self, pages: LayerPages) -> ResidentLayers | None:
         if self.reason_against_resident is not None:
             return None
         if pages.page_size not in self._residents:
             shape = self._shape
-            sizes = self._resident_sizes(pages.page_size)
-            fixed = ResidentShape(shape.eps, shape.scale, shape.cos.contiguous(), shape.sin.contiguous())
-            found = ResidentLayers(sizes, fixed, shape.cos.device) if sizes.reason_against() is None else None
+            sizes = ResidentSizes(
+                self.hidden_size, self._inter, shape.num_heads, shape.num_kv_heads, shape.head_dim, pages.page_size
+            )
+            found = ResidentLayers(sizes, shape, shape.cos.device) if sizes.reason_against() is None else None
             self._residents[pages.page_size] = found
         return self._residents[pages.page_size]
-
-    def _resident_sizes(self, page_size: int) -> ResidentSizes:
-        shape = self._shape
-        return ResidentSizes(
-            self.hidden_size, self._inter, shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size
-        )
 
     def _run_layer(
         self,

@@ -22,6 +22,7 @@ from graftline.kernels.cuda_program import (
     compile_program,
     encode_box_map,
 )
+from graftline.kernels.layer_weights import DecoderLayerShape, DecoderLayerWeights
 from graftline.kernels.linear import LinearWeight
 from graftline.kernels.tree_batch import TreeBatch, check_tree_batch
 
@@ -135,16 +136,6 @@ class ResidentSizes:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ResidentShape:
-    """What `DenseLayers` tells of the layers: see `DecoderLayerShape`."""
-
-    eps: float
-    scale: float
-    cos: Tensor
-    sin: Tensor
-
-
 def fits_kernel(batch: TreeBatch, sizes: ResidentSizes, streams: int) -> bool:
     """Whether the kernel can run a batch, as far as its shape says.
 
@@ -177,7 +168,7 @@ def reason_against_device(device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 def layer_table(
-    layers: Sequence[tuple[Tensor, LinearWeight, LinearWeight, Tensor, LinearWeight, LinearWeight]],
+    layers: Sequence[DecoderLayerWeights],
     pages: Sequence[tuple[Tensor, Tensor]],
     sizes: ResidentSizes,
     device: torch.device,
@@ -186,18 +177,19 @@ def layer_table(
     """The kernel's table of layers on `device`.
 
     Args:
-        layers: input_norm, qkv, output, post_norm, gate_up, down of each.
+        layers: without norms of q and k, and without biases but that of qkv.
         pages: (k_pages, v_pages) of each.
         encode: makes 128 bytes of a map.
     """
     table = (LayerPointers * len(layers))()
     for index, (weights, kv) in enumerate(zip(layers, pages, strict=True)):
-        input_norm, qkv, output, post_norm, gate_up, down = weights
-        boxes = [_weight_map(weight) for weight in (qkv, output, gate_up, down)]
+        matrices = (weights.qkv, weights.output, weights.gate_up, weights.down)
+        boxes = [_weight_map(weight) for weight in matrices]
         boxes += [_page_map(view, sizes) for view in kv]
         table[index] = LayerPointers(
             *((ctypes.c_uint64 * 16).from_buffer_copy(encode(box)) for box in boxes),
-            input_norm.data_ptr(), None if qkv.bias is None else qkv.bias.data_ptr(), post_norm.data_ptr(),
+            weights.input_norm.data_ptr(), None if weights.qkv.bias is None else weights.qkv.bias.data_ptr(),
+            weights.post_norm.data_ptr(),
             kv[0].data_ptr(), kv[1].data_ptr(),
         )  # fmt: skip
     return torch.frombuffer(bytearray(table), dtype=torch.int64).to(device)
@@ -237,7 +229,7 @@ def prepare_round(
     batch: TreeBatch,
     page_stride: int,
     sizes: ResidentSizes,
-    shape: ResidentShape,
+    shape: DecoderLayerShape,
     capture: Collection[int],
     blocks: int,
 ) -> ResidentRound:
@@ -296,7 +288,7 @@ class ResidentLayers:
         device: a Hopper GPU, see `reason_against_device`.
     """
 
-    def __init__(self, sizes: ResidentSizes, shape: ResidentShape, device: torch.device) -> None:
+    def __init__(self, sizes: ResidentSizes, shape: DecoderLayerShape, device: torch.device) -> None:
         self.sizes = sizes
         self._shape = shape
         self._device = device

@@ -18,7 +18,8 @@ from graftline.engine.models.target_model import KvViews, StateViews
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
-from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
+from graftline.kernels.decoder_layer import DenseLayers, LayerPages
+from graftline.kernels.layer_weights import DecoderLayerShape
 from graftline.kernels.linear import LinearWeight, linear_wide, pack_linear, unpack_rows
 from graftline.kernels.norm import rms_norm
 from graftline.kernels.tree_batch import RowBatch

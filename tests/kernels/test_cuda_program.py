@@ -10,7 +10,8 @@ import torch
 
 from graftline.kernels import cuda_program
 from graftline.kernels.cuda_program import BoxMap, CudaProgramError, compile_program, encode_box_map
-from graftline.kernels.resident_layers import ResidentLayers, ResidentShape, ResidentSizes
+from graftline.kernels.layer_weights import DecoderLayerShape
+from graftline.kernels.resident_layers import ResidentLayers, ResidentSizes
 
 CODE = b"\x7fELF code"
 
@@ -104,6 +105,7 @@ def test_layers_run_by_single_ops_without_a_compiler(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
     sizes = ResidentSizes(hidden=64, inter=64, heads=1, kv_heads=1, head_dim=64, page_size=8)
     tables = torch.zeros(1, 32)
-    layers = ResidentLayers(sizes, ResidentShape(1e-5, 1.0, tables, tables), torch.device("cuda", 7))
+    shape = DecoderLayerShape(1, 1, 64, 1e-5, 1.0, tables, tables)
+    layers = ResidentLayers(sizes, shape, torch.device("cuda", 7))
     assert layers._function(1) is None
     assert "no libnvrtc" in caplog.text

@@ -1,36 +1,26 @@
 """Decoder layers in one call: the bits of the composition, whatever the model's shape."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from kernel_cases import PagedSequences, normal, poisoned_allocations, random_parents, threads
 from torch import Tensor
 
-from graftline.kernels.decoder_layer import DecoderLayerShape, DenseLayers, LayerPages
+from graftline.engine.models.dense import LayerWeights
+from graftline.kernels.decoder_layer import DenseLayers, LayerPages
+from graftline.kernels.layer_weights import DecoderLayerShape
 from graftline.kernels.linear import LinearWeight, pack_linear
-
-
-@dataclass(frozen=True)
-class Weights:
-    input_norm: Tensor
-    qkv: LinearWeight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: LinearWeight
-    post_norm: Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
 
 
 def layer(
     seed: int, hidden: int, heads: int, kv_heads: int, dim: int, inter: int, dtype: torch.dtype, extras: bool
-) -> Weights:
+) -> LayerWeights:
     def matrix(rows: int, columns: int, offset: int, bias: bool = False) -> LinearWeight:
         weight = normal(rows, columns, seed=seed + offset) / columns**0.5
         return pack_linear(weight, normal(rows, seed=seed + 50) if bias else None, storage=dtype)
 
-    return Weights(
+    return LayerWeights(
         input_norm=1 + 0.1 * normal(hidden, seed=seed),
         qkv=matrix((heads + 2 * kv_heads) * dim, hidden, 1, extras),
         q_norm=1 + 0.1 * normal(dim, seed=seed + 2) if extras else None,
