@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,7 +30,6 @@ from graftline.bench.gpu_steps import Steps
 from graftline.bench.gpu_workers import PairAnswer, WorkerPair, worker_pair
 from graftline.bench.multi_gpu_configs import TINY, decode_over, prefill_over
 from graftline.engine.kv_pool import KvGeometry, KvPool
-from graftline.engine.pipeline import on_device
 from graftline.engine.plan import SendDone, SendOrder, SentPool
 from graftline.engine.transfer_port import Sending, StagePools
 from graftline.kv_transfer.layout import StageLayout
@@ -116,9 +115,14 @@ class Side:
         return int(flat.sum(dtype=torch.int64).item())
 
 
+def _on_device(device: str) -> AbstractContextManager[object]:
+    """Makes a GPU the calling thread's current one: the transfer engine copies there."""
+    return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
+
+
 def _be_peer(channel: Connection, device: str, num_pages: int, geometry: KvGeometry) -> None:
     die_with_parent(last_words_s=0)
-    with on_device(device):
+    with _on_device(device):
         side = Side.open(device, num_pages, geometry)
         assert side.layout is not None
         channel.send(side.layout)
@@ -136,7 +140,7 @@ def two_sides(devices: Sequence[str], num_pages: int, geometry: KvGeometry = PAG
     process.start()
     theirs.close()
     try:
-        with on_device(devices[0]):
+        with _on_device(devices[0]):
             side = Side.open(devices[0], num_pages, geometry)
             assert side.port is not None
             side.pool.data.copy_(torch.randn(side.pool.data.shape[1:], device=devices[0]).to(geometry.dtype))

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -40,6 +39,7 @@ from graftline.engine.plan import (
 )
 from graftline.engine.round_state import RoundState
 from graftline.engine.stage_builder import build_stage, shared_round_state
+from graftline.engine.stage_stream import on_stream, stage_stream
 from graftline.engine.stage_worker import StageWorker
 from graftline.engine.transfer_port import TransferPort
 from graftline.errors import InternalError, PeerUnavailableError
@@ -297,7 +297,9 @@ class Pipeline:
     ) -> None:
         control = LocalLink()
         self._controls.append(control)
-        with on_device(self._config.stage_device(stage)):
+        device = torch.device(self._config.stage_device(stage))
+        stream = stage_stream(device)
+        with on_stream(stream):
             built = build_stage(self._config, stage, round_state, returns)
             port = self._make_port(stage)
             layout = port.open(built.pools)
@@ -310,7 +312,8 @@ class Pipeline:
             port,
             built.gate,
             self._config.threads,
-            torch.device(self._config.stage_device(stage)),
+            device,
+            stream,
             lambda reason: self._on_end(stage, reason),
         )
         self._workers.append(worker)
@@ -411,8 +414,3 @@ def _local_store(count: int, timeout: timedelta) -> TCPStore:
             timeout=timeout,
             master_listen_fd=listener.detach(),
         )
-
-
-def on_device(device: str) -> AbstractContextManager[object]:
-    """Makes a GPU the calling thread's current one while the block is open; kernels are launched there."""
-    return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from graftline.engine.busy_clock import BusyClock
 from graftline.engine.config import EngineConfig, Role
 from graftline.engine.device_rounds import round_size
 from graftline.engine.layer_split import automatic_split
@@ -26,11 +27,13 @@ from graftline.engine.stage_builder import build_stage, payload_columns
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 4
+_BATCH = 8
 _CONTEXT = 256
 _WARM_UPS = 2
 _SECONDS = 0.3
-_MOST_STEPS = 20
+_MOST_TIMES = 20
+_STEPS_TOGETHER = 8  # on a GPU
+_LAYERS = 4  # of models whose layers are all of one kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def _layers_of_every_kind(model: ModelConfig) -> int:
     """Layers from either end on that hold every kind as often as the model does."""
     linear = len(model.linear_layers(range(model.num_layers)))
     attention = model.num_layers - linear
-    return 2 if not linear else -(-model.num_layers // max(1, attention))
+    return _LAYERS if not linear else -(-model.num_layers // max(1, attention))
 
 
 def _small(config: EngineConfig, split: tuple[int, int]) -> EngineConfig:
@@ -108,19 +111,26 @@ def _small(config: EngineConfig, split: tuple[int, int]) -> EngineConfig:
 
 
 def _time_stage(config: EngineConfig, index: int, model: ModelConfig) -> float:
-    """Median seconds of a step on a stage that is built for this alone."""
+    """Median seconds of a step on a stage that is built for this alone.
+
+    Steps follow each other without a pause, and what is taken is the device's time: a stage that always has work does
+    not wait for its host, and in a stage of a few layers that wait would pass for layers.
+    """
     device = torch.device(config.stage_device(index))
     plan = _plan(config, model)
+    steps = 1 if device.type == "cpu" else _STEPS_TOGETHER
     with torch.inference_mode():
         stage = build_stage(config, index).stage
         payload = _payload(config, index, model, plan, device)
         times: list[float] = []
         started = time.monotonic()
-        while len(times) < _WARM_UPS + 3 or (time.monotonic() - started < _SECONDS and len(times) < _MOST_STEPS):
-            begin = time.perf_counter()
-            stage.execute(plan, payload, _ignore)
+        while len(times) < _WARM_UPS + 3 or (time.monotonic() - started < _SECONDS and len(times) < _MOST_TIMES):
+            clock = BusyClock(device)
+            for _ in range(steps):
+                with clock.step():
+                    stage.execute(plan, payload, _ignore)
             _settle(device)
-            times.append(time.perf_counter() - begin)
+            times.append(clock.seconds / steps)
         del stage
     gc.collect()
     if device.type == "cuda":

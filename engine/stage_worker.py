@@ -35,6 +35,7 @@ from graftline.engine.plan import (
 )
 from graftline.engine.process_memory import resident_bytes
 from graftline.engine.stage import Stage
+from graftline.engine.stage_stream import on_stream
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import Sending, TransferPort
 from graftline.errors import PeerUnavailableError
@@ -104,6 +105,7 @@ class StageWorker:
     """The threads of a stage.
 
     Args:
+        stream: on which the stage computes, and was built; None on CPU.
         on_end: called once, from the thread that ended first, with the reason or None after a `Stop`.
     """
 
@@ -116,6 +118,7 @@ class StageWorker:
         gate: StepGate,
         num_threads: int,
         device: torch.device,
+        stream: torch.cuda.Stream | None,
         on_end: Callable[[str | None], None],
     ) -> None:
         self._index = index
@@ -129,6 +132,7 @@ class StageWorker:
         self._num_threads = num_threads
         self._on_end = on_end
         self._device = device
+        self._stream = stream
         self._busy = BusyClock(device)
         self._figures = DeviceFigures(self._busy, f"stage-{index}-figures")
         self._steps = 0
@@ -157,18 +161,13 @@ class StageWorker:
     def _compute(self) -> None:
         torch.set_num_threads(self._num_threads)
         self._cpu_clock = _own_cpu_clock()
-        self._enter_device()
-        with torch.inference_mode():
+        with on_stream(self._stream), torch.inference_mode():
             self._end_with(self._compute_plans)
         self._stage.close()
 
-    def _enter_device(self) -> None:
-        """Kernels are launched on the thread's current GPU."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
     def _obey(self) -> None:
-        self._enter_device()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the transfer engine copies on the thread's current GPU
         self._end_with(self._obey_orders)
 
     def _listen(self) -> None:

@@ -82,6 +82,7 @@ class Attempt:
 
     def __init__(self, session: Session, states: Iterator[WriteState]) -> None:
         self._session = session
+        self._was_open = session.is_open
         self._config = session.config
         self._check = session.engine.transfer_check_status
         self._states = states
@@ -96,8 +97,11 @@ class Attempt:
         self.seconds = 0.0
 
     def teach(self) -> None:
-        """The session learns how long everything took; after an attempt that is over and not broken."""
-        self._session.learn(self._submitted_bytes, self.seconds)
+        """The session learns how long everything took; after an attempt that is over and not broken. A first contact,
+        which maps the peer's memory, says nothing of the way's speed.
+        """
+        if self._was_open:
+            self._session.learn(self._submitted_bytes, self.seconds)
 
     def run(self, until_s: float) -> bool:
         """Goes on until all ended, or to `until_s`, or until what is left should arrive later than that.
@@ -247,11 +251,14 @@ class Attempt:
         state.write.end(state.failure(self._session.session_id, "were not acknowledged in time", seconds), seconds)
 
     def _pause(self, now_s: float) -> None:
-        """Sleeps up to shortly before the expected end, then asks again and again for a while, then ever less often."""
+        """Sleeps up to shortly before the expected end, then asks again and again for a while, then ever less often.
+
+        No sleep is long: what was learned while writes waited for something else must not make all later ones slow.
+        """
         config = self._config
         expected_s = max(0.0, self._end_s - self._start_s)
         early_s = self._end_s - _EARLY_SHARE * expected_s - _EARLY_S
         if now_s < early_s:
-            time.sleep(early_s - now_s)
+            time.sleep(min(_LONGEST_PAUSE_S, early_s - now_s))
         elif now_s >= max(self._start_s, self._end_s) + config.spin_s + expected_s:
             time.sleep(min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, _PAUSE_SHARE * (now_s - self._start_s))))

@@ -74,6 +74,11 @@ class Session:
         """
         return self._reachable and self._opened and not self._opening.locked()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine took a write since the last failure: the next one makes no first contact."""
+        return self._opened
+
     def respell(self, spelling: int) -> None:
         """Leading zeros of the port make the engine see a new peer, and shake hands anew."""
         host, _, port = self.session_id.rpartition(":")

@@ -320,6 +320,30 @@ def test_what_should_take_longer_than_allowed_is_only_submitted(engine: Scripted
     assert group.order == [0]
 
 
+def test_a_write_that_waited_for_something_else_does_not_make_later_ones_slow(engine: ScriptedEngine) -> None:
+    transport = opened(engine)
+    ready_s = time.monotonic() + 0.3
+    engine.status = lambda target, address, looks: int(time.monotonic() >= ready_s)
+    transport.begin(PEER, Group(1, 64 * MIB).writes).finish()
+    ready_s = time.monotonic() + 0.001
+    began_s, group = time.monotonic(), Group(1, 64 * MIB)
+    transport.begin(PEER, group.writes).finish()
+    assert group.order == [0]
+    assert time.monotonic() < began_s + 0.1
+
+
+def test_a_first_contact_says_nothing_of_the_way(engine: ScriptedEngine) -> None:
+    """It maps the peer's memory: whoever took it for the way's speed would leave the next write to another thread."""
+    transport = opened(engine)
+    peer = "10.0.0.9:15001"
+    ready_s = time.monotonic() + 0.3
+    engine.status = lambda target, address, looks: int(time.monotonic() >= ready_s)
+    transport.begin(peer, Group(1, 64 * MIB).writes).finish()
+    ready_s, group = time.monotonic() + 0.001, Group(1, 64 * MIB)
+    assert transport.begin(peer, group.writes).advance(time.monotonic() + 0.2)
+    assert group.order == [0]
+
+
 def test_an_engine_that_breaks_gives_the_turn_back(engine: ScriptedEngine) -> None:
     transport = opened(engine)
 
