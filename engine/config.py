@@ -71,6 +71,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             `engine/prompt_end.py`. On CPU it serves tests.
         cuda_graphs: rounds of fixed shape are captured and replayed; no effect on CPU.
         max_graph_batch: sequences of the largest captured round; larger ones run op by op.
+        max_verify_rows: of a round of fixed shape, above which its trees are cut to their likeliest nodes, a chain's at
+            least; 0 for no such limit.
         overlap: a round is launched before the host has read the one before; needs `device_rounds`, and stages
             that share a device or have one each.
         preempt_every: forced preemption every so many rounds, a test hook; 0 is off.
@@ -103,10 +105,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     launch_drafts_early: bool = False
     cuda_graphs: bool = True
     max_graph_batch: int = 64
+    max_verify_rows: int = 0
     overlap: bool = True
     preempt_every: int = 0
 
     def __post_init__(self) -> None:
+        if self.max_verify_rows < 0:
+            raise InvalidRequestError("max_verify_rows", f"{self.max_verify_rows} is negative")
         positive = ("page_size", "num_pages", "max_running", "max_queued", "chunk_tokens", "threads")
         for name in positive:
             if getattr(self, name) < 1:
@@ -124,6 +129,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("devices", f"{self.devices} are of different kinds")
         if self.tree.speculates and self.draft_head is None:
             raise InvalidRequestError("draft_head", f"a tree of {self.tree.nodes} nodes needs a draft head")
+
+    def round_nodes(self, sequences: int) -> int:
+        """V of a round of fixed shape with so many sequences."""
+        return self.tree.nodes_among(sequences, self.max_verify_rows)
 
     @property
     def grown_tree(self) -> TreeShape:

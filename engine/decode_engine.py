@@ -405,7 +405,8 @@ class DecodeScheduler:
         if segments:
             size = round_size(len(segments), self._config.max_running) if is_fixed else 0
             plan = StepPlan(next(self._steps), batch.index, openings, changes, segments, False, size)
-            batch.launched(plan.step, carries=is_fixed)
+            nodes = self._config.round_nodes(size) if is_fixed else self._config.tree.nodes
+            batch.launched(plan.step, nodes=nodes, carries=is_fixed)
             self._pipeline.submit(plan)
         return bool(segments)
 
@@ -466,11 +467,11 @@ class DecodeScheduler:
 
     def _apply(self, result: StepResult) -> None:
         self._pipeline.finished(result.step)
-        batch = self._batches.landed(result.microbatch, result.step)
+        batch, nodes = self._batches.landed(result.microbatch, result.step)
         by_slot = {request.slot: request for request in batch.members}
         for outcome in result.outcomes:
             request = by_slot[SlotId(outcome.slot)]
-            request.landed()
+            request.landed(nodes)
             self._apply_outcome(request, outcome)
         self.totals.rounds += 1
         self._preempt_wanted(batch)

@@ -154,10 +154,10 @@ class DecodeRequest:
         self.launched.append(None)
         return Segment(int(self.slot), 0, [], None, 0, -1, [], grow, carry=True)
 
-    def landed(self) -> None:
-        """The oldest round under way is over."""
+    def landed(self, most_nodes: int) -> None:
+        """The oldest round under way is over, which verified so many nodes of the tree at most."""
         nodes = self.launched.popleft()
-        self.verified_nodes = self.tree.num_nodes if nodes is None else nodes
+        self.verified_nodes = min(most_nodes, self.tree.num_nodes if nodes is None else nodes)
 
     def apply(self, outcome: SegmentOutcome) -> tuple[tuple[Token, ...], Ending | None]:
         """Takes a round's outcome in.

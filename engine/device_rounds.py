@@ -1,11 +1,11 @@
 """Decode rounds of fixed shape: compact, verify, walk, extend and grow without a value read on the host.
 
-A round of n requests is padded to one of a few sizes and has V rows a request, whatever their trees are, so that on
-CUDA it is captured once and replayed. What a round leaves (tree, committed length, accepted nodes) stays in
+A round of n requests is padded to one of a few sizes, each with its V rows a request, whatever their trees are, so that
+on CUDA it is captured once and replayed. What a round leaves (tree, committed length, accepted nodes) stays in
 `RoundState`, from where the next one takes it: that one can be launched before the host has read this one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,6 +60,7 @@ class DeviceRounds:
         capture: features that this stage must take; see `Stage`.
         is_last: the stage samples and walks.
         drafter: the last stage's; None without speculation.
+        nodes_of: V of a round by its size.
         graphs: capture rounds of up to `max_graph_batch` sequences, on CUDA.
         shares_state: all stages work on one state: the first one tells it what the host knows.
         returns: ways between the last stage and the earlier ones, for stages with states of their own whose rounds run
@@ -77,6 +78,7 @@ class DeviceRounds:
         capture: Sequence[int],
         num_earlier_features: int,
         drafter: RoundDrafter | None,
+        nodes_of: Callable[[int], int],
         graphs: bool,
         max_graph_batch: int,
         shares_state: bool = False,
@@ -90,6 +92,7 @@ class DeviceRounds:
         self._capture = tuple(capture)
         self._num_earlier = num_earlier_features
         self._drafter = drafter
+        self._nodes_of = nodes_of
         self._max_graph_batch = max_graph_batch
         self._inputs: dict[int, _Inputs] = {}
         self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
@@ -174,14 +177,15 @@ class DeviceRounds:
             if not self._is_first:
                 columns = self._model.config.hidden_size * (1 + self._num_earlier)
                 dtype = torch.float32 if device.type == "cpu" else self._model.dtype
-                payload = torch.zeros(size * self.state.shape.nodes, columns, dtype=dtype, device=device)
+                payload = torch.zeros(size * self._nodes_of(size), columns, dtype=dtype, device=device)
             inputs = self._inputs[size] = _Inputs(slots, payload)
         return inputs
 
     # --- the round itself --------------------------------------------------------------------------------------
 
     def _round(self, inputs: "_Inputs", is_greedy: bool) -> Tensor:
-        opened = self.state.read(inputs.slots)
+        nodes = self._nodes_of(inputs.slots.shape[0])
+        opened = self.state.read(inputs.slots, nodes)
         self._compact(opened)
         batch = TreeBatch(
             positions=opened.positions,
@@ -189,8 +193,8 @@ class DeviceRounds:
             visible=opened.visible,
             starts=opened.start,
             page_tables=opened.page_tables,
-            rows_each=self.state.shape.nodes,
-            num_tail=self.state.shape.nodes,
+            rows_each=nodes,
+            num_tail=nodes,
             page_size=self.state.page_size,
         )
         if inputs.payload is None:
@@ -217,7 +221,7 @@ class DeviceRounds:
         if is_greedy:
             sampled = argmax(logits)
         else:
-            params = self.state.sampling(slots.repeat_interleave(self.state.shape.nodes))
+            params = self.state.sampling(slots.repeat_interleave(opened.tokens.shape[1]))
             sampled = sample(logits, params, opened.positions + 1)
         drafter, page_size = self._drafter, self.state.page_size
         limit = self._model.config.context_length if drafter is None else drafter.layer.position_limit

@@ -13,6 +13,7 @@ class Microbatch:
 
     Attributes:
         steps: rounds under way, oldest first.
+        nodes: V of each.
         carries: the last round left on the device what the next one needs.
         newest: the last round that began, -1 for none.
     """
@@ -20,12 +21,14 @@ class Microbatch:
     index: int
     members: list[DecodeRequest] = field(default_factory=list)
     steps: deque[int] = field(default_factory=deque)
+    nodes: deque[int] = field(default_factory=deque)
     carries: bool = False
     newest: int = -1
 
-    def launched(self, step: int, *, carries: bool) -> None:
-        """A round began."""
+    def launched(self, step: int, *, nodes: int, carries: bool) -> None:
+        """A round began, which verifies so many nodes of a tree at most."""
         self.steps.append(step)
+        self.nodes.append(nodes)
         self.newest = step
         self.carries = carries
 
@@ -86,13 +89,13 @@ class MicrobatchSet:
                 batch.members.remove(request)
                 smallest.members.append(request)
 
-    def landed(self, index: int, step: int) -> Microbatch:
-        """The round `step` of a microbatch is over."""
+    def landed(self, index: int, step: int) -> tuple[Microbatch, int]:
+        """The round `step` of a microbatch is over; also its V."""
         batch = self._batches[index]
         assert batch.steps, f"step {step} landed in a microbatch without one"
         assert batch.steps[0] == step, f"step {step} landed in a microbatch whose oldest step is {batch.steps[0]}"
         batch.steps.popleft()
-        return batch
+        return batch, batch.nodes.popleft()
 
     def youngest(self) -> DecodeRequest:
         """The latest come request; there must be one."""

@@ -103,14 +103,6 @@ class StepPlan(_Message, frozen=True):
         """Rows of a step that is no round of fixed shape."""
         return sum(segment.num_rows for segment in self.segments)
 
-    def payload_rows(self, nodes: int) -> int:
-        """Rows of the hidden states that go from stage to stage.
-
-        Args:
-            nodes: V of the worker's trees: rows of every sequence in a round of fixed shape.
-        """
-        return self.round_size * nodes if self.round_size else self.num_rows
-
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """An emitted token with its logprobs, when the request wants them."""

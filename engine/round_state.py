@@ -92,9 +92,9 @@ class RoundState:
             rows = values[len(padded) :].view(len(told), -1)
             self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
 
-    def read(self, slots: Tensor) -> OpenRounds:
-        """The values of [sequences] slots, as of this point of the device's stream."""
-        return open_rounds(self._rows, self._pages, slots, self.layout, self.page_size)
+    def read(self, slots: Tensor, nodes: int) -> OpenRounds:
+        """The values of [sequences] slots, as of this point of the device's stream; of trees the first `nodes`."""
+        return open_rounds(self._rows, self._pages, slots, self.layout, self.page_size, nodes)
 
     def write(self, slots: Tensor, walked: WalkedRounds, tokens: Tensor, parents: Tensor, num_nodes: Tensor) -> Tensor:
         """Keeps what a round left and the trees that come next; see `close_rounds`."""

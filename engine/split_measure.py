@@ -169,8 +169,8 @@ def _payload(
         return None
     dtype = torch.float32 if device.type == "cpu" or config.dtype == "float32" else torch.bfloat16
     generator = torch.Generator(device).manual_seed(2)
-    shape = (plan.payload_rows(config.tree.nodes), columns)
-    return torch.randn(shape, generator=generator, device=device).to(dtype)
+    rows = plan.round_size * config.round_nodes(plan.round_size) if plan.round_size else plan.num_rows
+    return torch.randn((rows, columns), generator=generator, device=device).to(dtype)
 
 
 def _settle(device: torch.device) -> None:

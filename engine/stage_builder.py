@@ -119,6 +119,7 @@ def build_stage(
             capture=captured_layers(config, target, index),
             num_earlier_features=sum(len(captured_layers(config, target, stage)) for stage in range(index)),
             drafter=None if drafter is None else drafter.for_rounds,
+            nodes_of=config.round_nodes,
             graphs=config.cuda_graphs,
             max_graph_batch=config.max_graph_batch,
             shares_state=round_state is not None,

@@ -72,6 +72,15 @@ class TreeShape(msgspec.Struct, frozen=True):
         """Most tokens that any verify emits, one of an initial tree included."""
         return max(self.path_len, self.initial.path_len)
 
+    def nodes_among(self, sequences: int, max_rows: int) -> int:
+        """V of a round of so many sequences, whose verify should have at most `max_rows` rows: larger trees are cut to
+        their first, likeliest nodes, but not below a chain's.
+
+        Args:
+            max_rows: 0 for no such limit.
+        """
+        return self.nodes if max_rows == 0 else min(self.nodes, max(self.path_len, max_rows // sequences))
+
     def num_drafts(self, width: int) -> int:
         """Drafts of a tree none of whose nodes has more than `width` children: K, or a smaller vocabulary."""
         return min(self.nodes - 1, _candidates(self.depth, width))

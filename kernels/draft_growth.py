@@ -148,7 +148,7 @@ class DraftGrowth:
 
         Returns:
             ([trees, num_drafts] int64 vocabulary ids, [trees, num_drafts] int64 parent nodes): nodes 1 … num_drafts
-            in order of generation; node 0 is the root.
+            best first, see `select_tree`; node 0 is the root.
 
         Raises:
             ValueError: arguments that do not fit.

@@ -67,8 +67,8 @@ def _finish_trees_kernel(
     inside = index < num_candidates
     own = tree * num_candidates
     scores = ordered(tl.load(scores_ptr + own + index, mask=inside, other=0.0))
-    selected = inside & (ranks(scores, index, scores_ptr + own, num_candidates, CHUNK) < num_drafts)
-    node = tl.cumsum(selected.to(tl.int32), 0)  # of a selected candidate: its node number
+    node = 1 + ranks(scores, index, scores_ptr + own, num_candidates, CHUNK)  # of a selected candidate
+    selected = inside & (node <= num_drafts)
     parent = tl.load(parents_ptr + own + index, mask=inside, other=-1).to(tl.int32)
     parent_node = tl.where(parent >= 0, tl.gather(node, tl.maximum(parent, 0), 0), 0)
     token = tl.load(tokens_ptr + own + index, mask=inside, other=0)

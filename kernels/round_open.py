@@ -49,8 +49,8 @@ class OpenRounds:
         start: [sequences] int32 committed length L.
         accepted: [sequences, path_len] int32 nodes of the last round whose KV is not moved yet, padded with -1.
         accepted_start: [sequences] int32 length that was committed before these.
-        num_nodes: [sequences] int64 nodes to verify; 0 for padding.
-        tokens: [sequences, V] int64.
+        num_nodes: [sequences] int64 nodes to verify, at most V; 0 for padding.
+        tokens: [sequences, V] int64; V of the round may be less than that of the table.
         parents: [sequences, V] int64.
         page_tables: [sequences, max_pages] int32.
         positions: [sequences * V] int32 L + depth.
@@ -70,13 +70,16 @@ class OpenRounds:
     visible: Tensor
 
 
-def open_rounds(table: Tensor, pages: Tensor, slots: Tensor, layout: RoundLayout, page_size: int) -> OpenRounds:
+def open_rounds(
+    table: Tensor, pages: Tensor, slots: Tensor, layout: RoundLayout, page_size: int, nodes: int
+) -> OpenRounds:
     """Reads the rows of some request slots: one launch on CUDA.
 
     Args:
         table: [slots, layout.width] int64.
         pages: [slots, max_pages] int32 page ids in order of position.
         slots: [sequences] int64, a row of both tables each.
+        nodes: V of the round: larger trees are cut to their first nodes.
 
     Raises:
         ValueError: shapes or types that do not fit.
@@ -87,31 +90,31 @@ def open_rounds(table: Tensor, pages: Tensor, slots: Tensor, layout: RoundLayout
         raise ValueError(f"pages: {pages.dtype} {tuple(pages.shape)} for {table.shape[0]} slots")
     if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
         raise ValueError(f"slots: {slots.dtype} {tuple(slots.shape)}, a vector of int64 is wanted")
-    if not 1 <= layout.nodes <= MAX_NODES:
-        raise ValueError(f"nodes: {layout.nodes} is not in 1..{MAX_NODES}")
+    if not 1 <= nodes <= layout.nodes <= MAX_NODES:
+        raise ValueError(f"nodes: {nodes} of {layout.nodes} are not in 1..{MAX_NODES}")
     if table.is_cuda:
         from graftline.kernels.round_open_triton import open_rounds as kernel
 
-        return kernel(table, pages, slots, layout, page_size)
-    return open_rounds_reference(table, pages, slots, layout, page_size)
+        return kernel(table, pages, slots, layout, page_size, nodes)
+    return open_rounds_reference(table, pages, slots, layout, page_size, nodes)
 
 
 def open_rounds_reference(
-    table: Tensor, pages: Tensor, slots: Tensor, layout: RoundLayout, page_size: int
+    table: Tensor, pages: Tensor, slots: Tensor, layout: RoundLayout, page_size: int, nodes: int
 ) -> OpenRounds:
     """The specification."""
     rows, page_tables = table[slots], pages[slots]
-    start, num_nodes = rows[:, 0].int(), rows[:, 1].contiguous()
+    start, num_nodes = rows[:, 0].int(), rows[:, 1].clamp(max=nodes)
     accepted = rows[:, layout.accepted_at : layout.tokens_at].int().contiguous()
-    parents = rows[:, layout.parents_at :].contiguous()
+    parents = rows[:, layout.parents_at : layout.parents_at + nodes].contiguous()
     depths, visible = tree_rows(parents, num_nodes)
-    node = torch.arange(layout.nodes, device=table.device)
+    node = torch.arange(nodes, device=table.device)
     return OpenRounds(
         start=start,
         accepted=accepted,
         accepted_start=start - (accepted >= 0).sum(1, dtype=torch.int32),
         num_nodes=num_nodes,
-        tokens=rows[:, layout.tokens_at : layout.parents_at].contiguous(),
+        tokens=rows[:, layout.tokens_at : layout.tokens_at + nodes].contiguous(),
         parents=parents,
         page_tables=page_tables,
         positions=(start.unsqueeze(1) + depths).flatten(),

@@ -18,10 +18,10 @@ def flat_slot(position, page_table_ptr, max_pages, inside, PAGE_SIZE: tl.constex
     return tl.where(inside, page * PAGE_SIZE + position % PAGE_SIZE, -1)
 
 
-@triton.jit(do_not_specialize=("max_pages", "path_len", "nodes"))
+@triton.jit(do_not_specialize=("max_pages", "path_len", "most_nodes", "nodes"))
 def _open_rounds_kernel(
     table_ptr, pages_ptr, round_slots_ptr, starts_ptr, path_ptr, accepted_start_ptr, num_nodes_ptr, tokens_ptr,
-    parents_ptr, page_tables_ptr, positions_ptr, row_slots_ptr, visible_ptr, max_pages, path_len, nodes,
+    parents_ptr, page_tables_ptr, positions_ptr, row_slots_ptr, visible_ptr, max_pages, path_len, most_nodes, nodes,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PATH: tl.constexpr, BLOCK_PAGES: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
@@ -32,9 +32,9 @@ def _open_rounds_kernel(
         page = tl.load(own_pages + column, mask=column < max_pages, other=0)
         tl.store(page_tables_ptr + sequence * max_pages + column, page, mask=column < max_pages)
     else:
-        row = table_ptr + slot * (2 + path_len + 2 * nodes)
+        row = table_ptr + slot * (2 + path_len + 2 * most_nodes)
         start = tl.load(row).to(tl.int32)
-        count = tl.load(row + 1)
+        count = tl.minimum(tl.load(row + 1), nodes)
         place = tl.arange(0, BLOCK_PATH)
         accepted = tl.load(row + 2 + place, mask=place < path_len, other=-1)
         tl.store(starts_ptr + sequence, start)
@@ -44,12 +44,12 @@ def _open_rounds_kernel(
         node = tl.arange(0, BLOCK)
         inside = node < nodes
         token = tl.load(row + 2 + path_len + node, mask=inside, other=0)
-        links = row + 2 + path_len + nodes
+        links = row + 2 + path_len + most_nodes
         parent = tl.load(links + node, mask=inside, other=0)
         at = sequence * nodes + node
         tl.store(tokens_ptr + at, token, mask=inside)
         tl.store(parents_ptr + at, parent, mask=inside)
-        real = node < tl.minimum(count, nodes)
+        real = node < count
         ancestor = tl.where(real, node, -1)
         depth = tl.zeros((BLOCK,), tl.int32)
         seen = tl.zeros((BLOCK,), tl.int64)
@@ -67,9 +67,11 @@ def _open_rounds_kernel(
         tl.store(row_slots_ptr + at, flat_slot(start + node, own_pages, max_pages, real, PAGE_SIZE), mask=inside)
 
 
-def open_rounds(table: Tensor, pages: Tensor, slots: Tensor, layout: RoundLayout, page_size: int) -> OpenRounds:
+def open_rounds(
+    table: Tensor, pages: Tensor, slots: Tensor, layout: RoundLayout, page_size: int, nodes: int
+) -> OpenRounds:
     """See `graftline.kernels.round_open.open_rounds`."""
-    count, nodes, max_pages, device = slots.shape[0], layout.nodes, pages.shape[1], table.device
+    count, max_pages, device = slots.shape[0], pages.shape[1], table.device
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -90,7 +92,7 @@ def open_rounds(table: Tensor, pages: Tensor, slots: Tensor, layout: RoundLayout
         _open_rounds_kernel[(count, 1 + triton.cdiv(max_pages, _BLOCK_PAGES))](
             table, pages, slots, opened.start, opened.accepted, opened.accepted_start, opened.num_nodes,
             opened.tokens, opened.parents, opened.page_tables, opened.positions, opened.row_slots, opened.visible,
-            max_pages, layout.path_len, nodes, PAGE_SIZE=page_size, BLOCK=triton.next_power_of_2(nodes),
+            max_pages, layout.path_len, layout.nodes, nodes, PAGE_SIZE=page_size, BLOCK=triton.next_power_of_2(nodes),
             BLOCK_PATH=triton.next_power_of_2(layout.path_len), BLOCK_PAGES=_BLOCK_PAGES, num_warps=1,
         )  # fmt: skip
     return opened

@@ -32,10 +32,10 @@ def select_children(
 
 
 def select_tree(scores: Tensor, parents: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-    """The best `num_drafts` candidates of all levels, in order of generation, as nodes 1 … num_drafts of a tree.
+    """The best `num_drafts` candidates of all levels, best first, as nodes 1 … num_drafts of a tree.
 
     A child scores at most as much as its parent and comes later, and ties go to the earlier candidate; so the parent of
-    a selected candidate is always selected.
+    a node is a node before it, and the first n nodes are the best tree of n nodes. NaN counts as least.
 
     Args:
         scores: [requests, candidates] float32 cumulative log-probabilities, in order of generation.
@@ -43,8 +43,8 @@ def select_tree(scores: Tensor, parents: Tensor, num_drafts: int) -> tuple[Tenso
         num_drafts: V - 1.
 
     Returns:
-        ([requests, num_drafts] int64 candidate indexes, ascending, [requests, num_drafts] int64 parent *nodes*: 0 is
-        the root, node j + 1 the j-th selected candidate).
+        ([requests, num_drafts] int64 candidate indexes, [requests, num_drafts] int64 parent *nodes*: 0 is the root,
+        node j + 1 the j-th selected candidate).
 
     Raises:
         ValueError: fewer candidates than wanted.
@@ -55,8 +55,10 @@ def select_tree(scores: Tensor, parents: Tensor, num_drafts: int) -> tuple[Tenso
         from graftline.kernels.tree_growth_triton import select_tree as kernel
 
         return kernel(scores, parents, num_drafts)
-    _, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    selected, _ = order[:, :num_drafts].sort(dim=-1)
+    _, order = torch.sort(
+        scores.nan_to_num(nan=float("-inf"), neginf=float("-inf")), dim=-1, descending=True, stable=True
+    )
+    selected = order[:, :num_drafts].contiguous()
     nodes = torch.zeros((scores.shape[0], scores.shape[1] + 1), dtype=torch.int64, device=scores.device)
     numbers = torch.arange(1, num_drafts + 1, device=scores.device).expand(scores.shape[0], num_drafts)
     nodes.scatter_(1, selected + 1, numbers)

@@ -57,8 +57,8 @@ def _select_tree_kernel(
     index = tl.arange(0, BLOCK)
     inside = index < count
     scores = ordered(tl.load(scores_ptr + request * count + index, mask=inside, other=0.0))
-    selected = inside & (ranks(scores, index, scores_ptr + request * count, count, CHUNK) < num_drafts)
-    node = tl.cumsum(selected.to(tl.int32), 0)  # of a selected candidate: its node number
+    node = 1 + ranks(scores, index, scores_ptr + request * count, count, CHUNK)  # of a selected candidate
+    selected = inside & (node <= num_drafts)
     parent = tl.load(parents_ptr + request * count + index, mask=inside, other=-1).to(tl.int32)
     parent_node = tl.where(parent >= 0, tl.gather(node, tl.maximum(parent, 0), 0), 0)
     at = request * num_drafts + node - 1

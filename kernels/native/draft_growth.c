@@ -2,6 +2,7 @@
 // next beam; at the end the best nodes. Made of the parts of the single ops; graftline.kernels.draft_growth specifies it.
 
 #include <float.h>
+#include <math.h>
 #include <omp.h>
 #include <stdlib.h>
 
@@ -169,6 +170,8 @@ static void run_level(const Draft *d, const Trees *t, const Pages *p, const Work
     meet(team);
 }
 
+// NaN counts as least: what has no order would never be chosen, nor anything instead of it.
+INLINE float ordered(float score) { return score == score ? score : -INFINITY; }
 INLINE int is_ahead(const float *scores, idx a, idx b) { return scores[a] > scores[b] || (scores[a] == scores[b] && a < b); }
 
 // Marks the `wanted` best of `count` scores, ties to the earlier one, best first in `chosen`.
@@ -187,7 +190,7 @@ static void first_candidates(const Trees *t, const Work *w, idx tree) {
     Candidates *c = &w->candidates[tree];
     const idx row = tree * t->width;
     for (idx i = 0; i < t->width; i++) {
-        c->scores[i] = w->beam_scores[row + i] = w->child_scores[tree * t->width + i];
+        c->scores[i] = w->beam_scores[row + i] = ordered(w->child_scores[tree * t->width + i]);
         c->tokens[i] = w->row_tokens[row + i] = w->child_ids[tree * t->width + i];
         c->parents[i] = -1;
         w->beam[row + i] = i;
@@ -202,7 +205,7 @@ static void next_beam(const Draft *d, const Trees *t, const Work *w, idx tree, i
     Candidates *c = &w->candidates[tree];
     const idx width = t->width, row = tree * width, first = c->count, at = tree * t->depth * width;
     for (idx i = 0; i < width * width; i++) {
-        c->scores[first + i] = w->beam_scores[row + i / width] + w->child_scores[row * width + i];
+        c->scores[first + i] = ordered(w->beam_scores[row + i / width] + w->child_scores[row * width + i]);
         c->tokens[first + i] = w->child_ids[row * width + i];
         c->parents[first + i] = w->beam[row + i / width];
     }
@@ -220,16 +223,11 @@ static void next_beam(const Draft *d, const Trees *t, const Work *w, idx tree, i
     }
 }
 
-static int compare_ids(const void *left, const void *right) {
-    const int64_t a = *(const int64_t *)left, b = *(const int64_t *)right;
-    return (a > b) - (a < b);
-}
-
+// Best first: a child is at most as good as its parent, which came up earlier, and so has the lower number.
 static void best_nodes(const Trees *t, const Work *w, idx tree) {
     const Candidates *c = &w->candidates[tree];
     int64_t *picks = malloc((size_t)(t->num_drafts + c->count) * sizeof(int64_t)), *node = picks + t->num_drafts;
     choose(c->scores, c->count, t->num_drafts, picks);
-    qsort(picks, (size_t)t->num_drafts, sizeof *picks, compare_ids);
     for (idx n = 0; n < t->num_drafts; n++) {
         node[picks[n]] = n + 1;
         t->tokens[tree * t->num_drafts + n] = c->tokens[picks[n]];

@@ -47,7 +47,7 @@ def land(state: DecodeRequest, outcome: SegmentOutcome) -> tuple[tuple[Token, ..
     """A round comes home."""
     if not state.in_flight:
         state.segment(state.next_tree().num_nodes, grow=True)
-    state.landed()
+    state.landed(4)
     return state.apply(outcome)
 
 

@@ -96,6 +96,48 @@ def test_accept_lengths(world: TinyWorld, head: str, accepted: int) -> None:
     assert (answer.total.rounds, answer.total.accepted) == (8, 8 * accepted)
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("decode_split", [(4,), (2, 2)], ids=len)
+def test_many_rows_cut_trees_to_their_likeliest_nodes(
+    world: TinyWorld, decode_split: tuple[int, ...], count: int
+) -> None:
+    """12 nodes for one request, 6 for two, a chain's 4 for four: the drafts that hold are among them."""
+    shape = TreeShape(3, 3, 12)
+    decode = rounds(max_verify_rows=12, max_running=count)
+    with local_pair(world.markov.path, world.agrees, tree=shape, decode_split=decode_split, decode=decode) as pair:
+        answers = pair.run([Ask(token_ids=prompt(5 + index), max_tokens=1 + 8 * 4) for index in range(count)])
+    for index, answer in enumerate(answers):
+        assert answer.ids == world.markov.answer(prompt(5 + index), 1 + 8 * 4)
+        # Trees cut to their first level would emit two tokens a round, which makes 16 rounds.
+        assert answer.total.rounds <= 14
+    most = shape.nodes_among(-(-count // len(decode_split)), 12)
+    drafted = sum(answer.total.drafted for answer in answers) / sum(answer.total.rounds for answer in answers)
+    assert most - 1.7 <= drafted <= (most + 11) / 2, "there are fewer requests in the first and the last rounds"
+
+
+@pytest.mark.parametrize("max_rows", [1, 7, 12, 30])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.speculates], ids=name_of)
+def test_output_is_that_of_the_plain_model_whatever_is_cut(world: TinyWorld, shape: TreeShape, max_rows: int) -> None:
+    head = world.eagle3 if shape.branching > 1 else world.eagle
+    decode = rounds(max_verify_rows=max_rows)
+    with local_pair(world.plain.path, head, tree=shape, num_pages=128, decode=decode) as pair:
+        asks = [
+            Ask(token_ids=prompt(length), max_tokens=6 + 5 * index, sampling=(Sampling(), SEEDED)[index % 2])
+            for index, length in enumerate(LENGTHS)
+        ]
+        answers = pair.run(asks)
+    for ask, answer in zip(asks, answers, strict=True):
+        assert answer.ids == world.plain.answer(ask.token_ids, ask.max_tokens, ask.sampling)
+
+
+def test_nodes_of_a_round() -> None:
+    shape = TreeShape(5, 4, 16, 7)
+    assert [shape.nodes_among(count, 128) for count in (1, 8, 9, 16, 21, 32, 64)] == [16, 16, 14, 8, 6, 6, 6]
+    assert shape.nodes_among(64, 0) == 16
+    assert TreeShape(3, 1, 4).nodes_among(64, 8) == 4
+    assert NO_SPECULATION.nodes_among(64, 8) == 1
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_exactly_max_tokens(world: TinyWorld, max_tokens: int) -> None:
     """Nothing that a round launched ahead emits behind the end is heard of."""

@@ -130,7 +130,7 @@ def naive_tree(head: NaiveHead, features: Tensor, tokens: list[int], shape: Tree
         everyone += children
         level = sorted(children, key=lambda node: -node.score)[: shape.branching]
     best = sorted(everyone, key=lambda node: -node.score)[: shape.nodes - 1]
-    kept = [root, *(node for node in everyone if any(node is one for one in best))]
+    kept = [root, *best]
     number = {id(node): index for index, node in enumerate(kept)}
     parents = [number[id(node.parent)] for node in kept[1:]]
     return DraftTree(tuple(node.tokens[-1] for node in kept), (-1, *parents))

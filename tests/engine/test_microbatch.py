@@ -23,11 +23,11 @@ def test_microbatches_fill_evenly_and_take_turns() -> None:
         batches.add(request)
     first, second = batches.ready()
     assert ([m.order for m in first.members], [m.order for m in second.members]) == ([0, 2], [1, 3])
-    first.launched(7, carries=False)
+    first.launched(7, nodes=4, carries=False)
     assert [batch.index for batch in batches.ready()] == [1]
     with pytest.raises(AssertionError, match="landed"):
         batches.landed(0, 8)
-    assert batches.landed(0, 7) is first
+    assert batches.landed(0, 7) == (first, 4)
     assert len(list(batches.ready())) == 2
 
 
@@ -36,13 +36,13 @@ def test_rounds_ahead_land_in_order() -> None:
     batches = MicrobatchSet(1, rounds_ahead=2)
     batches.add(member(0))
     (batch,) = batches.ready()
-    batch.launched(3, carries=True)
+    batch.launched(3, nodes=4, carries=True)
     assert list(batches.ready()) == [batch]
-    batch.launched(4, carries=True)
+    batch.launched(4, nodes=4, carries=True)
     assert list(batches.ready()) == []
-    assert batches.landed(0, 3) is batch
+    assert batches.landed(0, 3)[0] is batch
     assert list(batches.ready()) == [batch]
-    assert batches.landed(0, 4) is batch
+    assert batches.landed(0, 4)[0] is batch
     with pytest.raises(AssertionError, match="without one"):
         batches.landed(0, 5)
 
@@ -52,25 +52,25 @@ def test_microbatches_take_turns_with_rounds_ahead() -> None:
     batches = MicrobatchSet(2, rounds_ahead=2)
     batches.add(member(0))
     (first,) = batches.ready()
-    first.launched(0, carries=True)
-    first.launched(1, carries=True)  # alone, it runs ahead
+    first.launched(0, nodes=4, carries=True)
+    first.launched(1, nodes=4, carries=True)  # alone, it runs ahead
     batches.add(member(1))
     (second,) = batches.ready()
-    second.launched(2, carries=True)
+    second.launched(2, nodes=4, carries=True)
     assert list(batches.ready()) == [], "the first has two under way, the second's turn is over"
     batches.landed(0, 0)
     (turn,) = batches.ready()
     assert turn is first
-    first.launched(3, carries=True)
+    first.launched(3, nodes=4, carries=True)
     (turn,) = batches.ready()
     assert turn is second
-    second.launched(4, carries=True)
+    second.launched(4, nodes=4, carries=True)
     batches.landed(0, 1)
     (turn,) = batches.ready()
     assert turn is first
     batches.landed(0, 3)
     second.steps.clear()
-    first.launched(5, carries=True)
+    first.launched(5, nodes=4, carries=True)
     assert list(batches.ready()) == [second], "who has nothing under way may always start"
 
 

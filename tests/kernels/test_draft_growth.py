@@ -102,7 +102,7 @@ def grow_plainly(
         order = sorted(range(first, len(scores)), key=lambda node: (-scores[node], node))[:width]
         rows = [beam.index(parents[node]) for node in order]
         beam, beam_features, beam_parents = order, hidden[rows], [level * width + row for row in rows]
-    kept = sorted(sorted(range(len(scores)), key=lambda node: (-scores[node], node))[:num_drafts])
+    kept = sorted(range(len(scores)), key=lambda node: (-scores[node], node))[:num_drafts]
     number = {-1: 0} | {node: place for place, node in enumerate(kept, start=1)}
     return [tokens[node] for node in kept], [number[parents[node]] for node in kept]
 

@@ -70,14 +70,19 @@ def tables(layout: RoundLayout, seed: int) -> tuple[Tensor, Tensor]:
     return table, pages
 
 
-@pytest.mark.parametrize(("path_len", "nodes"), [(1, 1), (2, 2), (4, 4), (6, 16), (8, 16), (5, 64), (64, 64)])
-def test_a_round_opens_walks_and_closes(path_len: int, nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("path_len", "nodes", "verified"),
+    [(1, 1, 1), (2, 2, 2), (4, 4, 4), (6, 16, 16), (8, 16, 16), (8, 16, 6), (6, 16, 1), (5, 64, 64), (64, 64, 64)],
+)
+def test_a_round_opens_walks_and_closes(path_len: int, nodes: int, verified: int) -> None:
     layout = RoundLayout(path_len, nodes)
     table, pages = tables(layout, nodes)
     slots = torch.tensor([3, 0, 5, PADDING, 1, PADDING])
-    opened = open_rounds_reference(table, pages, slots, layout, PAGE_SIZE)
+    opened = open_rounds_reference(table, pages, slots, layout, PAGE_SIZE, verified)
     with poisoned_allocations():
-        ours = round_open_triton.open_rounds(*(x.to(DEVICE) for x in (table, pages, slots)), layout, PAGE_SIZE)
+        ours = round_open_triton.open_rounds(
+            *(x.to(DEVICE) for x in (table, pages, slots)), layout, PAGE_SIZE, verified
+        )
     same(ours, opened)
     generator = torch.Generator().manual_seed(nodes)
     sampled = torch.randint(-1, 3, opened.tokens.shape, generator=generator)
@@ -87,14 +92,14 @@ def test_a_round_opens_walks_and_closes(path_len: int, nodes: int) -> None:
             found = round_walk_triton.walk_rounds(OpenRounds(**there(opened)), sampled.to(DEVICE), PAGE_SIZE, limit)
         same(found, walked)
     assert walked.bonus[3] == 0, "padding"
-    tokens = torch.randint(0, 9, opened.tokens.shape, generator=generator)
+    tokens, parents = torch.randint(0, 9, (2, slots.shape[0], nodes), generator=generator)
     counts = torch.randint(1, nodes + 1, slots.shape, generator=generator)
     theirs, mine = table.clone(), table.to(DEVICE, copy=True)
-    expected = close_rounds_reference(theirs, slots, PADDING, walked, tokens, opened.parents, counts)
+    expected = close_rounds_reference(theirs, slots, PADDING, walked, tokens, parents, counts)
     with poisoned_allocations():
         result = round_walk_triton.close_rounds(
             mine, slots.to(DEVICE), PADDING, layout, WalkedRounds(**there(walked)), tokens.to(DEVICE),
-            opened.parents.to(DEVICE), counts.to(DEVICE),
+            parents.to(DEVICE), counts.to(DEVICE),
         )  # fmt: skip
     assert torch.equal(result.cpu(), expected)
     kept = list(range(PADDING))
@@ -107,7 +112,7 @@ def test_walks_meet_what_the_tables_say() -> None:
     layout = RoundLayout(3, 4)
     table = torch.tensor([[6, 4, 0, 1, -1, 50, 51, 52, 53, -1, 0, 1, 0]])
     pages = torch.tensor([[9, 4, 7]], dtype=torch.int32)
-    opened = open_rounds(table, pages, torch.tensor([0]), layout, PAGE_SIZE)
+    opened = open_rounds(table, pages, torch.tensor([0]), layout, PAGE_SIZE, 4)
     assert opened.accepted_start.tolist() == [4]
     assert opened.positions.tolist() == [6, 7, 8, 7]
     assert opened.row_slots.tolist() == [4 * 4 + 2, 4 * 4 + 3, 7 * 4, 7 * 4 + 1]
@@ -124,6 +129,20 @@ def test_walks_meet_what_the_tables_say() -> None:
     row = [8, 2, 0, 1, -1, 51, 52, 53, 54, -1, 0, 1, 0]
     assert result.tolist() == [[51, 99, -1, *row]]
     assert table.tolist() == [row]
+
+
+def test_a_round_of_fewer_nodes_verifies_the_first_ones() -> None:
+    layout = RoundLayout(3, 4)
+    table = torch.tensor([[6, 4, 0, 1, -1, 50, 51, 52, 53, -1, 0, 1, 0], [6, 1, 0, -1, -1, 60, 0, 0, 0, -1, 0, 0, 0]])
+    pages = torch.tensor([[9, 4, 7], [1, 2, 3]], dtype=torch.int32)
+    opened = open_rounds(table, pages, torch.tensor([0, 1]), layout, PAGE_SIZE, 2)
+    assert opened.num_nodes.tolist() == [2, 1]
+    assert opened.tokens.tolist() == [[50, 51], [60, 0]]
+    assert opened.parents.tolist() == [[-1, 0], [-1, 0]]
+    assert opened.positions.tolist()[:3] == [6, 7, 6]
+    assert opened.row_slots.tolist() == [4 * 4 + 2, 4 * 4 + 3, 2 * 4 + 2, -1]
+    assert opened.visible.tolist() == [0b1, 0b11, 0b1, 0]
+    assert opened.accepted.tolist() == [[0, 1, -1], [0, -1, -1]], "what the round before accepted is all there"
 
 
 def level_inputs(trees: int, each: int, width: int, draft_vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,14 +248,16 @@ def test_misfits_are_named() -> None:
     layout = RoundLayout(2, 2)
     table, pages = tables(layout, 0)
     slots = torch.tensor([0])
-    opened = open_rounds(table, pages, slots, layout, PAGE_SIZE)
+    opened = open_rounds(table, pages, slots, layout, PAGE_SIZE, layout.nodes)
     walked = walk_rounds_reference(opened, opened.tokens, PAGE_SIZE, 9)
     place = GrowthPlace(torch.zeros(1, dtype=torch.int32), pages[:1], PAGE_SIZE, 9)
     room, ids = Candidates.empty(1, 3, torch.device("cpu")), torch.zeros(1, 2, dtype=torch.int64)
     for call, message in (
-        (lambda: open_rounds(table[:, :-1], pages, slots, layout, PAGE_SIZE), "table"),
-        (lambda: open_rounds(table, pages.long(), slots, layout, PAGE_SIZE), "pages"),
-        (lambda: open_rounds(table, pages, slots.int(), layout, PAGE_SIZE), "slots"),
+        (lambda: open_rounds(table[:, :-1], pages, slots, layout, PAGE_SIZE, 1), "table"),
+        (lambda: open_rounds(table, pages.long(), slots, layout, PAGE_SIZE, 1), "pages"),
+        (lambda: open_rounds(table, pages, slots.int(), layout, PAGE_SIZE, 1), "slots"),
+        (lambda: open_rounds(table, pages, slots, layout, PAGE_SIZE, 0), "nodes: 0"),
+        (lambda: open_rounds(table, pages, slots, layout, PAGE_SIZE, layout.nodes + 1), "nodes"),
         (lambda: close_rounds(table, slots, 6, layout, walked, ids[:, :1], ids, slots), "tokens"),
         (lambda: grow_level(None, ids.float(), ids[:, :1], None, room, 0, 0, place), "child_ids"),
         (lambda: grow_level(None, ids.float(), ids, None, room, 2, 0, place), "base"),

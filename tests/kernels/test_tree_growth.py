@@ -34,12 +34,26 @@ def test_the_best_nodes_form_a_tree(seed: int) -> None:
     scores, parents = grown_candidates(seed, depth, width)
     num_drafts = draw.randint(1, len(scores))
     selected, tree_parents = select_tree(torch.tensor([scores]), torch.tensor([parents]), num_drafts)
-    best = sorted(sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:num_drafts])
+    best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:num_drafts]
     assert selected[0].tolist() == best
     node = {candidate: index + 1 for index, candidate in enumerate(best)}
     node[-1] = 0
     assert tree_parents[0].tolist() == [node[parents[candidate]] for candidate in best]
     assert all(parent < index for index, parent in enumerate(tree_parents[0].tolist(), start=1))
+
+
+def test_the_first_nodes_are_the_best_smaller_tree() -> None:
+    scores, parents = (torch.tensor([values]) for values in grown_candidates(7, 4, 3))
+    nodes, links = select_tree(scores, parents, 20)
+    for fewer in range(1, 20):
+        assert torch.equal(select_tree(scores, parents, fewer)[0], nodes[:, :fewer])
+        assert torch.equal(select_tree(scores, parents, fewer)[1], links[:, :fewer])
+
+
+def test_nan_counts_as_least() -> None:
+    nodes, links = select_tree(torch.tensor([[torch.nan, -1.0, torch.nan, -2.0]]), torch.tensor([[-1, -1, 0, 1]]), 4)
+    assert nodes.tolist() == [[1, 3, 0, 2]]
+    assert links.tolist() == [[0, 1, 0, 3]]
 
 
 def test_requests_are_independent() -> None:

@@ -63,6 +63,7 @@ class EngineOptions:
         prefix_cache: has no effect on models with recurrent state, which have none.
         verify_state: what a decode keeps of draft nodes, of models with recurrent state.
         cuda_graphs: decode rounds are captured and replayed on CUDA.
+        max_verify_rows: on CUDA, see `EngineConfig`; 0 for no limit.
         overlap: on CUDA a decode launches its next round before it has read the last one.
         threads: CPU threads of every stage; 0: the machine's cores shared between the stages.
     """
@@ -92,6 +93,7 @@ class EngineOptions:
     prefix_cache: bool = True
     verify_state: VerifyMode = VerifyMode.REPLAY
     cuda_graphs: bool = True
+    max_verify_rows: int = 128
     overlap: bool = True
     threads: int = 0
     stage_timeout_s: float = 2.0
@@ -138,6 +140,7 @@ def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host(
         device_rounds=has_device_rounds(devices[0], role, model, tree),
         launch_drafts_early=role is Role.PREFILL and devices[-1] != CPU,
         cuda_graphs=options.cuda_graphs,
+        max_verify_rows=options.max_verify_rows,
         overlap=options.overlap,
         threads=options.threads or threads_per_stage(options.stages),
         stage_timeout_s=options.stage_timeout_s,
