@@ -123,13 +123,12 @@ DEVICE void copy_box_5(void *to, const TileMap *map, int a, int b, int c, int d,
         : "memory");
 }
 
-// Counts this block as arrived and waits until `goal` blocks are counted.
+// Counts this block as arrived and waits until `goal` blocks are counted. Its threads have met before and meet again behind
+// it: what they wrote is released with the one thread's fence, and a sequentially consistent one would cost more.
 DEVICE void meet(u32 *counter, u32 goal) {
     u32 seen;
-    __threadfence();
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    asm volatile("fence.acq_rel.gpu;\n red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
     do {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     } while (seen < goal);
-    __threadfence();
 }
