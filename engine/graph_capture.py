@@ -1,7 +1,9 @@
 """Work of fixed shape, captured in CUDA graphs that share one memory pool."""
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +61,23 @@ class GraphPool:
             torch.cuda.empty_cache()  # a capture begins with it: it would seem to give memory back
             before = torch.cuda.memory_reserved(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            with (
+                _without_collection(),
+                torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+            ):
                 output = run()
             return CapturedGraph(graph, output, torch.cuda.memory_reserved(self._device) - before)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage is collected while the block is open: an old graph that goes calls the driver, which a capture forbids,
+    and a destructor that fails ends the process.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

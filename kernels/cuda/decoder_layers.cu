@@ -763,10 +763,12 @@ DEVICE void plan_items(const Round *round) {
     if (thread < round->sequences) shared()->starts[thread] = round->starts[thread];
     block_sync();
     if (thread == 0) {
-        int places = num_blocks() * streams, all = 0, span, items;
+        int places = num_blocks() * streams, all = 0, span, items, wide;
         for (int sequence = 0; sequence < round->sequences; sequence++)
             all += KV_HEADS * committed_steps(shared()->starts[sequence]);
-        for (span = larger(tiles, (all + places - 1) / places);; span++) {
+        // Two slots an item where each block has some: half as many splits to combine.
+        wide = smaller(2, (all + num_blocks() - 1) / num_blocks());
+        for (span = larger(larger(tiles, wide), (all + places - 1) / places);; span++) {
             items = 0;
             for (int sequence = 0; sequence < round->sequences; sequence++) {
                 shared()->first_item[sequence] = items;
