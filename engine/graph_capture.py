@@ -71,8 +71,8 @@ class GraphPool:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage is collected while the block is open: an old graph that goes calls the driver, which a capture forbids,
-    and a destructor that fails ends the process.
+    """No garbage is collected while the block is open: an old graph that goes calls the driver, which a capture
+    forbids, and a destructor that fails ends the process.
     """
     was_enabled = gc.isenabled()
     gc.disable()
