@@ -1,6 +1,7 @@
 """One-way, ordered message links between stages: a message, and with a plan the hidden states beside it.
 
-`LocalLink` joins two threads and passes tensors by reference; `engine/links_distributed.py` joins processes.
+`LocalLink` joins two threads and passes host tensors by reference, copies of those on GPUs;
+`engine/links_distributed.py` joins processes.
 """
 
 import queue
@@ -65,7 +66,11 @@ class LocalLink:
         )
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
-        """See `Sender`. The payload must stay as it is until the receiver's work with it is done."""
+        """See `Sender`. On a GPU, work put on the current stream later may overwrite the payload, as the next replay of
+        a graph does; elsewhere it must stay as it is until the receiver's work with it is done.
+        """
+        if payload is not None and payload.is_cuda:
+            payload = payload.clone(memory_format=torch.contiguous_format)
         self._queue.put((message, payload, _written(payload)))
 
     def receive(self) -> tuple[Message, Tensor | None]:
