@@ -116,6 +116,7 @@ class Pipeline:
         self._command = command
         self._inbox = inbox
         self._layouts: dict[int, bytes] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream | None] = {}
         self._graph_bytes: dict[int, int] = {}
         self._all_ready = threading.Event()
         self._start_failure: str | None = None
@@ -298,7 +299,9 @@ class Pipeline:
         control = LocalLink()
         self._controls.append(control)
         device = torch.device(self._config.stage_device(stage))
-        stream = stage_stream(device)
+        if device not in self._streams:
+            self._streams[device] = stage_stream(device)
+        stream = self._streams[device]
         with on_stream(stream):
             built = build_stage(self._config, stage, round_state, returns)
             port = self._make_port(stage)

@@ -15,7 +15,7 @@ from torch import Tensor
 from graftline.kernels.tree_batch import TreeBatch
 
 _MAX_SPLITS = 64
-_LONG_SPLIT = 4096  # slots: a sequence longer than this is worth a second program on a busy device
+_LONG_SPLIT = 8192  # slots: a sequence longer than this is worth a second program on a busy device
 _COMBINED_ELEMENTS = 8192  # that the registers of a program hold
 _BUSY_PROGRAMS = 1024
 _LOG2_E = 1.4426950408889634
