@@ -329,7 +329,9 @@ Global___HandoffStats: _TypeAlias = HandoffStats  # noqa: Y015
 
 @_typing.final
 class DraftTree(_message.Message):
-    """The draft tree, the same form everywhere. parents[0] = -1 and parents[i] < i."""
+    """The draft tree, the same form everywhere. parents[0] = -1 and parents[i] < i. Nodes are in order of likelihood: a decode
+    that verifies fewer takes the first ones.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
