@@ -15,7 +15,7 @@ from torch import Tensor
 from graftline.kernels.tree_batch import TreeBatch
 
 _MAX_SPLITS = 64
-_LONG_SPLIT = 8192  # slots: a sequence longer than this is worth a second program on a busy device
+_LONG_SPLIT = 4096  # slots: a sequence longer than this is worth a second program on a busy device
 _COMBINED_ELEMENTS = 8192  # that the registers of a program hold
 _BUSY_PROGRAMS = 1024
 _LOG2_E = 1.4426950408889634
@@ -201,11 +201,15 @@ def choose_tiling(
     programs = sequences * kv_heads * triton.cdiv(pairs, block_m)
     at_once = processors * (2 if block_d >= 128 else 4)  # their shared memory lets no more run
     wanted = at_once // programs if programs <= at_once else 2 if pairs <= 8 else 1
-    wanted = max(wanted, min(8, max_slots // _LONG_SPLIT))
+    # Long programs, two on a multiprocessor, get in each other's way where they make about two rounds (docs/results.md).
+    # One that reads further ahead does not.
+    for_long = min(8, max_slots // _LONG_SPLIT)
+    num_stages = 2 if is_wide else 4 if for_long > wanted else 3
+    wanted = max(wanted, for_long)
     min_span = 64 if 4 * programs <= processors else 256 if programs <= processors else 512
     min_span = max(min_span, 2 * pairs)
     num_splits = max(1, min(_MAX_SPLITS, wanted, max_slots // min_span))
-    return Tiling(block_m, block_n, num_splits, min_span, 8 if is_wide or block_m == 128 else 4, 2 if is_wide else 3)
+    return Tiling(block_m, block_n, num_splits, min_span, 8 if is_wide or block_m == 128 else 4, num_stages)
 
 
 def tree_attention(

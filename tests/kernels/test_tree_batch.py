@@ -144,6 +144,18 @@ def test_tilings_keep_their_promises(sequences: int, pairs: int, max_slots: int)
         assert blocks <= 200 * 1024, "what is read ahead fits into shared memory"
 
 
+def test_long_sequences_on_a_busy_device_read_further_ahead() -> None:
+    tilings = {
+        (count, slots): choose_tiling(count, 8, 4, 128, 2, slots, 132) for count in (16, 32) for slots in (1088, 17408)
+    }
+    assert [tilings[count, 1088].num_stages for count in (16, 32)] == [3, 3]
+    assert [(tilings[count, 17408].num_splits, tilings[count, 17408].num_stages) for count in (16, 32)] == [
+        (4, 4),
+        (4, 4),
+    ]
+    assert choose_tiling(1, 8, 4, 128, 2, 17408, 132).num_stages == 3, "it has the device to itself"
+
+
 def test_misfits_are_named() -> None:
     sequences = PagedSequences([9], 4, 2, 16, torch.float32)
     batch = sequences.tree_batch([(6, random_parents(3, 1))], 3)
