@@ -201,10 +201,10 @@ def choose_tiling(
     programs = sequences * kv_heads * triton.cdiv(pairs, block_m)
     at_once = processors * (2 if block_d >= 128 else 4)  # their shared memory lets no more run
     wanted = at_once // programs if programs <= at_once else 2 if pairs <= 8 else 1
-    # Long programs, two on a multiprocessor, get in each other's way where they make about two rounds (docs/results.md).
+    # Long programs, two on a multiprocessor, get in each other's way where they make about two rounds: docs/results.md.
     # One that reads further ahead does not.
     for_long = min(8, max_slots // _LONG_SPLIT)
-    num_stages = 2 if is_wide else 4 if for_long > wanted else 3
+    num_stages = 2 if is_wide else 4 if for_long > wanted and block_m <= 32 else 3
     wanted = max(wanted, for_long)
     min_span = 64 if 4 * programs <= processors else 256 if programs <= processors else 512
     min_span = max(min_span, 2 * pairs)

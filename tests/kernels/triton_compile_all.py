@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 import graftline.kernels.linear
 
 _TARGET = GPUTarget("cuda", 90, 32)
+_SHARED_BYTES = 232448  # of a Hopper block
 # Types of arguments by name; what is not here and not a constexpr is an int32.
 _POINTERS = {
     "positions_ptr": "*i32", "parents_ptr": "*i32", "segment_rows_ptr": "*i32", "segment_start_ptr": "*i32",
@@ -129,13 +130,21 @@ def attention_variants() -> list[dict[str, object]]:
 
 def tree_attention_variants() -> list[dict[str, object]]:
     """The tilings of few and many pairs, split or not, of full and of padded heads."""
-    tiles = ((16, 64, 64, True), (32, 80, 128, False), (128, 128, 128, True), (16, 256, 256, True))
+    tiles = (
+        (16, 64, 64, True, 3),
+        (32, 80, 128, False, 3),
+        (128, 128, 128, True, 3),
+        (32, 128, 128, True, 4),
+        (16, 256, 256, True, 3),
+        (32, 256, 256, True, 4),
+    )
     return [
         {
             "GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": dim, "PAGE_SIZE": 16, "BLOCK_M": block_m,
-            "BLOCK_N": 64 if block_d <= 128 else 32, "BLOCK_D": block_d, "SPLIT": split, "WIDEN": False, "STAGES": 3,
+            "BLOCK_N": 64 if block_d <= 128 else 32, "BLOCK_D": block_d, "SPLIT": split, "WIDEN": False,
+            "STAGES": stages,
         }
-        for block_m, dim, block_d, split in tiles
+        for block_m, dim, block_d, split, stages in tiles
     ]  # fmt: skip
 
 
@@ -157,12 +166,17 @@ def type_of(kernel: JITFunction, name: str, activations: str) -> str:
 
 
 def compile_kernel(kernel: JITFunction, constants: dict[str, object], activations: str) -> int:
-    """Bytes of the cubin."""
+    """Bytes of the cubin. Raises RuntimeError for one that no block of the device has the shared memory for."""
     signature = {
         name: "constexpr" if name in constants else type_of(kernel, name, activations) for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return len(triton.compile(source, target=_TARGET).asm["cubin"])
+    compiled = triton.compile(source, target=_TARGET)
+    if compiled.metadata.shared > _SHARED_BYTES:
+        raise RuntimeError(
+            f"{kernel.__name__} with {constants} wants {compiled.metadata.shared} bytes of shared memory"
+        )
+    return len(compiled.asm["cubin"])
 
 
 def main() -> None:
