@@ -272,30 +272,30 @@ def _sample_kernel(
         )
         is_thinned = num_kept <= max_candidates
         row_ptr = tl.where(is_thinned, kept_ptr + row * max_candidates, logits_ptr + row * stride)
-        count = tl.where(is_thinned, num_kept, count)
+        num_left = tl.where(is_thinned, num_kept, count)
         inverse = tl.load(inverse_ptr + row)
         min_p = tl.load(min_p_ptr + row)
         largest_key = _ordered_key(largest).to(tl.int64)
         lowest_key = tl.full((), -2147483648, tl.int64)
         num_ties = tl.full((), 2147483647, tl.int32)  # ids allowed at the lowest key, lowest ids first
         if top_k > 0:
-            top_k = tl.minimum(top_k, _count_at_least(row_ptr, count, -2147483648, BLOCK))
+            top_k = tl.minimum(top_k, _count_at_least(row_ptr, num_left, -2147483648, BLOCK))
             high = largest_key
             while lowest_key < high:  # at most 32 turns
                 middle = lowest_key + (high - lowest_key + 1) // 2
-                enough = _count_at_least(row_ptr, count, middle.to(tl.int32), BLOCK) >= top_k
+                enough = _count_at_least(row_ptr, num_left, middle.to(tl.int32), BLOCK) >= top_k
                 lowest_key = tl.where(enough, middle, lowest_key)
                 high = tl.where(enough, high, middle - 1)
-            above = _count_at_least(row_ptr, count, tl.minimum(lowest_key + 1, 2147483647).to(tl.int32), BLOCK)
+            above = _count_at_least(row_ptr, num_left, tl.minimum(lowest_key + 1, 2147483647).to(tl.int32), BLOCK)
             num_ties = top_k - above
         if top_p < 1.0:
             lowest = lowest_key.to(tl.int32)
             if top_k > 0:
                 above_weight = _weight_at_least(
-                    row_ptr, count, tl.minimum(lowest_key + 1, 2147483647).to(tl.int32), largest, inverse, BLOCK
+                    row_ptr, num_left, tl.minimum(lowest_key + 1, 2147483647).to(tl.int32), largest, inverse, BLOCK
                 )
-                ties = _count_at_least(row_ptr, count, lowest, BLOCK) - _count_at_least(
-                    row_ptr, count, tl.minimum(lowest_key + 1, 2147483647).to(tl.int32), BLOCK
+                ties = _count_at_least(row_ptr, num_left, lowest, BLOCK) - _count_at_least(
+                    row_ptr, num_left, tl.minimum(lowest_key + 1, 2147483647).to(tl.int32), BLOCK
                 )
                 kept_ties = tl.minimum(ties, num_ties).to(tl.float32)
                 total = above_weight + kept_ties * _key_weight(lowest, largest, inverse)
@@ -304,11 +304,11 @@ def _sample_kernel(
             high = largest_key
             while low < high:  # at most 32 turns
                 middle = low + (high - low + 1) // 2
-                enough = _weight_at_least(row_ptr, count, middle.to(tl.int32), largest, inverse, BLOCK) >= wanted
+                enough = _weight_at_least(row_ptr, num_left, middle.to(tl.int32), largest, inverse, BLOCK) >= wanted
                 low = tl.where(enough, middle, low)
                 high = tl.where(enough, high, middle - 1)
             before = _weight_at_least(
-                row_ptr, count, tl.minimum(low + 1, 2147483647).to(tl.int32), largest, inverse, BLOCK
+                row_ptr, num_left, tl.minimum(low + 1, 2147483647).to(tl.int32), largest, inverse, BLOCK
             )
             # The j-th tie is kept while before + j * weight < wanted.
             weight = _key_weight(low.to(tl.int32), largest, inverse)
@@ -322,9 +322,9 @@ def _sample_kernel(
         columns = tl.arange(0, BLOCK)
         ties_so_far = tl.full((), 0, tl.int32)
         best_score = tl.full((), float("-inf"), tl.float32)
-        for first in range(0, count, BLOCK):
+        for first in range(0, num_left, BLOCK):
             places = first + columns
-            inside = places < count
+            inside = places < num_left
             x = tl.load(row_ptr + places, mask=inside, other=float("-inf"))
             ids = tl.load(kept_ids_ptr + row * max_candidates + places, mask=inside & is_thinned, other=0)
             ids = tl.where(is_thinned, ids, places)

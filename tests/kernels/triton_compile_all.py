@@ -159,6 +159,16 @@ def variants_of(kernel: JITFunction) -> list[dict[str, object]]:
     return [{name: _DEFAULT_BLOCKS[name] for name in kernel.arg_names if name in _DEFAULT_BLOCKS}]
 
 
+def with_ones(kernel: JITFunction) -> dict[str, object]:
+    """Constexprs as Triton makes them on a GPU where every number is 1, which the interpreter never does: a kernel that
+    gives such a name a new value does not compile then.
+    """
+    constants = variants_of(kernel)[0]
+    fixed = {*constants, *(kernel.do_not_specialize or ())}
+    numbers = [name for name in kernel.arg_names if name not in fixed and type_of(kernel, name, "?")[0] == "i"]
+    return constants | dict.fromkeys(numbers, 1)
+
+
 def type_of(kernel: JITFunction, name: str, activations: str) -> str:
     """Triton's name of an argument's type."""
     known = _OVERRIDES.get((kernel.__name__, name)) or _POINTERS.get(name)
@@ -188,7 +198,7 @@ def main() -> None:
                 takes_activations = any(
                     type_of(kernel, argument, "?") == "?" for argument in kernel.arg_names if argument.endswith("_ptr")
                 )
-                for constants in variants_of(kernel):
+                for constants in (*variants_of(kernel), with_ones(kernel)):
                     for activations in ("*bf16", "*fp32") if takes_activations and len(constants) < 5 else ("*bf16",):
                         print(path.stem, name, activations, compile_kernel(kernel, constants, activations))
 
