@@ -10,7 +10,7 @@ from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.engine.layer_split import automatic_split
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
-from graftline.worker.options import CPU_TREE, GPU_TREE, EngineOptions
+from graftline.worker.options import CPU_TREE, GPU_TREE, MAX_VERIFY_ROWS
 
 CHAIN = TreeShape(3, 1, 4)
 """Small enough for any model and head."""
@@ -60,7 +60,7 @@ class Setting:
             max_running=self.max_running,
             chunk_tokens=self.chunk_tokens,
             tree=tree or NO_SPECULATION,
-            max_verify_rows=EngineOptions().max_verify_rows,
+            max_verify_rows=MAX_VERIFY_ROWS,
             threads=self.threads,
             stage_timeout_s=120.0,
             step_timeout_s=120.0,

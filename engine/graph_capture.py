@@ -62,7 +62,7 @@ class GraphPool:
             before = torch.cuda.memory_reserved(self._device)
             graph = torch.cuda.CUDAGraph()
             with (
-                _without_collection(),
+                without_collection(),
                 torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
             ):
                 output = run()
@@ -70,7 +70,7 @@ class GraphPool:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """No garbage is collected while the block is open: an old graph that goes calls the driver, which a capture
     forbids, and a destructor that fails ends the process.
     """

@@ -116,7 +116,6 @@ class Pipeline:
         self._command = command
         self._inbox = inbox
         self._layouts: dict[int, bytes] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream | None] = {}
         self._graph_bytes: dict[int, int] = {}
         self._all_ready = threading.Event()
         self._start_failure: str | None = None
@@ -283,7 +282,8 @@ class Pipeline:
         count = self._config.num_stages
         self._chain = [LocalLink() for _ in range(count)]
         self._plans = self._chain[0]
-        shared = shared_round_state(self._config)
+        with on_stream(stage_stream(torch.device(self._config.stage_device(0)))):
+            shared = shared_round_state(self._config)
         for stage in range(count):
             downstream = self._chain[stage + 1] if stage + 1 < count else None
             self._start_local_stage(stage, self._chain[stage], downstream, shared)
@@ -299,9 +299,7 @@ class Pipeline:
         control = LocalLink()
         self._controls.append(control)
         device = torch.device(self._config.stage_device(stage))
-        if device not in self._streams:
-            self._streams[device] = stage_stream(device)
-        stream = self._streams[device]
+        stream = stage_stream(device)
         with on_stream(stream):
             built = build_stage(self._config, stage, round_state, returns)
             port = self._make_port(stage)

@@ -1,4 +1,4 @@
-"""Orders rounds of one microbatch whose stages are threads with streams of their own: the first stage of the next one
+"""Orders rounds of one microbatch whose stages are threads, whatever streams they have: the first stage of the next one
 may start once the last stage of the one before has been launched, and runs on the device behind it.
 """
 

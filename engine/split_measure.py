@@ -131,6 +131,7 @@ def _time_stage(config: EngineConfig, index: int, model: ModelConfig) -> float:
                     stage.execute(plan, payload, _ignore)
             _settle(device)
             times.append(clock.seconds / steps)
+        stage.close()
         del stage
     gc.collect()
     if device.type == "cuda":

@@ -120,7 +120,7 @@ class Stage:
         assert self.rounds is not None, "a round of fixed shape on a stage that was not built for them"
         output = self.rounds.run(plan, payload)
         if self._reader is None:
-            return output.clone()  # the next round of this size overwrites it
+            return output  # the next round of this size overwrites it, behind the link that takes it
         self._reader.read(plan, output, emit)
         return None
 

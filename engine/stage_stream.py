@@ -3,18 +3,20 @@
 It is not the default one: the transfer engine copies on that, or on streams that wait for it, so that pages which are
 complete would go out behind whatever the stage was given meanwhile, such as the next prompt's chunk.
 
-Stages that are threads of one device share one: with a stream each, captured rounds of two stages gave wrong tokens on
-an H200. All graphs of a process are captured on one stream of torch's, and libraries give a stream a workspace: it is
-presumed that graphs which run side by side write into the same.
+Stages that are threads of one device share one, whatever worker they belong to: with a stream each, captured rounds of
+two stages gave wrong tokens on an H200. All graphs of a process are captured on one stream of torch's, and libraries
+give a stream a workspace: it is presumed that graphs which run side by side write into the same.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
 
+@cache
 def stage_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream on a GPU that waits for no other; None elsewhere."""
+    """This process's stream on a GPU, which waits for no other; None elsewhere."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 

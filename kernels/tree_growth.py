@@ -7,7 +7,7 @@ from torch import Tensor
 def select_children(
     cum_logprobs: Tensor, child_logprobs: Tensor, child_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The K best children of a beam by cumulative log-probability; ties go to the earlier (parent, child).
+    """The K best children of a beam by cumulative log-probability; ties go to the earlier (parent, child), NaN is least.
 
     Args:
         cum_logprobs: [requests, beam] float32 of the beam's nodes.
@@ -24,7 +24,7 @@ def select_children(
 
         return kernel(cum_logprobs, child_logprobs, child_ids)
     num_requests, beam, width = child_logprobs.shape
-    scores = (cum_logprobs.unsqueeze(-1) + child_logprobs).reshape(num_requests, beam * width)
+    scores = _ordered((cum_logprobs.unsqueeze(-1) + child_logprobs).reshape(num_requests, beam * width))
     ordered, index = torch.sort(scores, dim=-1, descending=True, stable=True)
     best = index[:, :width]
     ids = child_ids.reshape(num_requests, beam * width).gather(1, best)
@@ -55,11 +55,14 @@ def select_tree(scores: Tensor, parents: Tensor, num_drafts: int) -> tuple[Tenso
         from graftline.kernels.tree_growth_triton import select_tree as kernel
 
         return kernel(scores, parents, num_drafts)
-    _, order = torch.sort(
-        scores.nan_to_num(nan=float("-inf"), neginf=float("-inf")), dim=-1, descending=True, stable=True
-    )
+    _, order = torch.sort(_ordered(scores), dim=-1, descending=True, stable=True)
     selected = order[:, :num_drafts].contiguous()
     nodes = torch.zeros((scores.shape[0], scores.shape[1] + 1), dtype=torch.int64, device=scores.device)
     numbers = torch.arange(1, num_drafts + 1, device=scores.device).expand(scores.shape[0], num_drafts)
     nodes.scatter_(1, selected + 1, numbers)
     return selected, nodes.gather(1, parents.gather(1, selected) + 1)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """NaN counts as least; there is no +inf among log-probabilities."""
+    return torch.where(scores.isnan(), float("-inf"), scores)

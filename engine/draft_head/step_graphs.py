@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from graftline.engine.draft_head.target import StaticCache, TargetRunner, varying_lengths
+from graftline.engine.graph_capture import without_collection
 
 
 class StepGraphs:
@@ -45,6 +46,6 @@ class StepGraphs:
             self._run(position)  # compiles and warms up; captures may not
             torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with without_collection(), torch.cuda.graph(graph, pool=self._pool):
             self._run(position)
         return graph

@@ -80,7 +80,9 @@ ENGINE_OPTIONS = (
     Option("max_queued", int, "Waiting requests beyond which new ones are refused.", _MEMORY, 1),
     Option("prefix_cache", bool, "A prefill keeps the KV of prompts for later ones.", _MEMORY),
     Option("verify_state", VerifyMode, "Of draft nodes, in models with recurrent state: states or inputs.", _MEMORY),
-    Option("max_verify_rows", int, "Rows above which a GPU's verify cuts trees to their best; 0: never.", _TREES, 0),
+    Option(
+        "max_verify_rows", int, "Rows above which a GPU's rounds cut trees to their best nodes; 0: never.", _TREES, 0
+    ),
     Option("cuda_graphs", bool, "Capture decode rounds and replay them, on a GPU.", _PIPELINE),
     Option("overlap", bool, "Launch a decode round before the last one is read, on a GPU.", _PIPELINE),
     Option("quarantine_s", float, "How long pages of a lost prefill stay out of use.", _MEMORY, 0),

@@ -17,8 +17,9 @@ from graftline.engine.config import StageChannel, StageMode
 from graftline.engine.model_fetch import DEFAULT_MODEL, resolve_model
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
+from graftline.kernels.attention_kind import AttentionBackend
 from graftline.worker.config import TransportName
-from graftline.worker.options import EngineOptions, InitialTree, threads_per_stage, to_arguments
+from graftline.worker.options import MAX_VERIFY_ROWS, EngineOptions, InitialTree, threads_per_stage, to_arguments
 from graftline.worker.placement import AUTO, CPU, num_gpus, placed_workers, shared_fractions, stage_devices
 
 ANY_PORT = "127.0.0.1:0"
@@ -85,6 +86,10 @@ class ClusterSpec:
     max_queued: int = 1024
     prefix_cache: bool = True
     verify_state: VerifyMode = VerifyMode.REPLAY
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
+    max_verify_rows: int = MAX_VERIFY_ROWS
+    cuda_graphs: bool = True
+    overlap: bool = True
     threads: int = 0
     stage_timeout_s: float = 2.0
     step_timeout_s: float = 10.0

@@ -3,11 +3,9 @@
 from itertools import product
 
 import pytest
-import torch
 from local_pair import Ask, Call, End, local_pair
 from tiny_world import EOS, TinyWorld, prompt
 
-from graftline.engine import pipeline
 from graftline.engine.decode_engine import DecodeScheduler
 from graftline.engine.device_rounds import round_size, round_sizes
 from graftline.engine.request import FinishReason, Sampling
@@ -51,19 +49,6 @@ def test_output_is_that_of_the_plain_model(
     for ask, answer in zip([asks[0], *asks], answers, strict=True):
         assert answer.ids == world.plain.answer(ask.token_ids, ask.max_tokens, ask.sampling)
         assert (answer.end, answer.reason) == (End.FINISHED, FinishReason.LENGTH)
-
-
-def test_stages_of_one_device_share_a_stream(world: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their captured rounds must not run side by side; another worker has a stream of its own."""
-    asked: list[torch.device] = []
-
-    def note(device: torch.device) -> None:
-        asked.append(device)
-
-    monkeypatch.setattr(pipeline, "stage_stream", note)
-    with local_pair(world.plain.path, world.eagle, decode_split=(1, 2, 1), decode=rounds()) as pair:
-        assert pair.generate(prompt(9), 5).ids == world.plain.answer(prompt(9), 5)
-    assert len(asked) == 2
 
 
 def test_a_round_is_launched_before_the_one_before_is_read(world: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:

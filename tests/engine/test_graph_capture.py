@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from graftline.engine.graph_capture import _without_collection
+from graftline.engine.graph_capture import without_collection
 
 
 class Old:
@@ -19,7 +19,7 @@ def test_nothing_is_collected_meanwhile() -> None:
     gc.collect()
     old = Old()
     seen = weakref.ref(old)
-    with _without_collection():
+    with without_collection():
         del old
         made = [[index] for index in range(200_000)]  # more than any threshold
         assert seen() is not None
@@ -32,11 +32,11 @@ def test_nothing_is_collected_meanwhile() -> None:
 def test_whoever_forbade_collections_before_still_does() -> None:
     gc.disable()
     try:
-        with pytest.raises(ZeroDivisionError), _without_collection():
+        with pytest.raises(ZeroDivisionError), without_collection():
             raise ZeroDivisionError
         assert not gc.isenabled()
     finally:
         gc.enable()
-    with pytest.raises(ZeroDivisionError), _without_collection():
+    with pytest.raises(ZeroDivisionError), without_collection():
         raise ZeroDivisionError
     assert gc.isenabled()

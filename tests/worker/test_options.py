@@ -8,7 +8,7 @@ import pytest
 import typer.main
 from tiny_world import TinyWorld
 
-from graftline.cli_cluster import _spec, cluster_options
+from graftline.cli_cluster import _PER_ROLE, _spec, cluster_options
 from graftline.cli_worker import ENGINE_OPTIONS, engine_options, worker_config, worker_parameters
 from graftline.engine.config import Role, StageMode
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
@@ -167,6 +167,8 @@ def test_a_spec_becomes_command_lines() -> None:
 def test_up_takes_the_defaults_of_the_spec() -> None:
     defaults = {parameter.name: parameter.default for parameter in cluster_options()}
     assert _spec(defaults) == ClusterSpec()
+    named = {option.name for option in ENGINE_OPTIONS} - _PER_ROLE
+    assert named <= {field.name for field in fields(ClusterSpec)}, "an option of `up` that would be dropped"
     names = [parameter.name for parameter in worker_parameters()]
     assert len(names) == len(set(names))
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in worker_parameters())

@@ -28,6 +28,8 @@ _MIB = 1 << 20
 _CPU_POOLS_MIB = 512
 CPU_TREE = TreeShape(3, 1, 4)
 GPU_TREE = TreeShape(5, 4, 16, initial_depth=7)
+MAX_VERIFY_ROWS = 128
+"""Of a decode round on a GPU, by default; see docs/tuning.md."""
 
 
 class InitialTree(Enum):
@@ -63,7 +65,7 @@ class EngineOptions:
         prefix_cache: has no effect on models with recurrent state, which have none.
         verify_state: what a decode keeps of draft nodes, of models with recurrent state.
         cuda_graphs: decode rounds are captured and replayed on CUDA.
-        max_verify_rows: on CUDA, see `EngineConfig`; 0 for no limit.
+        max_verify_rows: of decode rounds on CUDA, see `EngineConfig`; 0 for no limit.
         overlap: on CUDA a decode launches its next round before it has read the last one.
         threads: CPU threads of every stage; 0: the machine's cores shared between the stages.
     """
@@ -93,7 +95,7 @@ class EngineOptions:
     prefix_cache: bool = True
     verify_state: VerifyMode = VerifyMode.REPLAY
     cuda_graphs: bool = True
-    max_verify_rows: int = 128
+    max_verify_rows: int = MAX_VERIFY_ROWS
     overlap: bool = True
     threads: int = 0
     stage_timeout_s: float = 2.0
