@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import PagedSequences, normal, random_parents
+from kernel_cases import PagedSequences, normal, random_parents, threads
 
 from graftline.kernels import native_library as module
 from graftline.kernels.linear import pack_linear
@@ -72,8 +72,11 @@ def test_other_builds_give_the_same_bits(tmp_path: Path, march: str) -> None:
 
 
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    hasty = tmp_path / "hasty-gcc"
+    hasty.write_text('#!/bin/sh\nexec gcc "$@" -O0\n')
+    hasty.chmod(0o755)
     code = "from graftline.kernels.native_library import native_library as n; print(n())"
-    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": str(hasty)}
     children = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=variables)
         for _ in range(2)
@@ -124,5 +127,6 @@ def test_a_failing_compiler_is_reported_and_leaves_nothing(tmp_path: Path, monke
 
 
 def test_the_thread_knob_is_torchs() -> None:
-    assert module.num_threads(0) == 1
-    assert module.num_threads(100) == torch.get_num_threads()
+    for count in (1, 3):
+        with threads(count):
+            assert (module.num_threads(0), module.num_threads(100)) == (1, count)
