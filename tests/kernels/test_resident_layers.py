@@ -85,7 +85,7 @@ def widened(weights: LayerWeights) -> LayerWeights:
 def library(sizes: ResidentSizes, row_tiles: int, blocks: int, folder: Path) -> ctypes.CDLL:
     target = folder / f"{abs(hash(sizes))}-{row_tiles}-{blocks}.so"
     macros = [f"-D{name}={value}" for name, value in sizes.macros(row_tiles, blocks).items()]
-    words = ["gcc", "-std=gnu11", "-O2", "-w", "-fPIC", "-shared", *macros]
+    words = ["gcc", "-std=gnu11", "-O1", "-w", "-fPIC", "-shared", *macros]
     subprocess.run([*words, str(SOURCES / "emulated_decoder_layers.c"), "-o", str(target), "-lm"], check=True)
     return ctypes.CDLL(str(target))
 
