@@ -16,7 +16,8 @@ from graftline.engine.models.random import write_tiny_model
 from graftline.errors import GraftlineError
 from graftline.launcher import Cluster, ClusterSpec, local_cluster
 
-SPAN = "8s"
+SPAN = "4s"
+SCRAPE = "500ms"
 WAIT_S = 60.0
 
 
@@ -81,7 +82,7 @@ async def under_load(cluster: Cluster) -> AsyncIterator[None]:
 async def test_every_expression_has_an_answer(tmp_path: Path) -> None:
     async with (
         small_cluster(tmp_path) as cluster,
-        running_prometheus(tmp_path, targets(cluster)) as prometheus,
+        running_prometheus(tmp_path, targets(cluster), SCRAPE) as prometheus,
         under_load(cluster),
     ):
         left = await asyncio.to_thread(wait_for_answers, prometheus, SPAN, WAIT_S)
