@@ -7,7 +7,7 @@ from torch import Tensor
 def select_children(
     cum_logprobs: Tensor, child_logprobs: Tensor, child_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The K best children of a beam by cumulative log-probability; ties go to the earlier (parent, child), NaN is least.
+    """The K best children of a beam by cumulative log-probability; ties go to the earlier one, NaN is least.
 
     Args:
         cum_logprobs: [requests, beam] float32 of the beam's nodes.
