@@ -10,7 +10,9 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.graftline-$(EXTRA)
 APT := $(if $(filter 0,$(shell id -u)),apt-get,sudo apt-get)
 
-.PHONY: demo test test-slow test-compose lint proto setup clean system-packages test-packages
+QUICK := not slow and not cuda
+
+.PHONY: demo test test-kernels test-others test-slow test-compose lint proto setup clean system-packages test-packages
 
 demo: setup
 	$(BIN)/graftline demo
@@ -20,7 +22,14 @@ test: setup test-packages
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd proto && ../$(BIN)/buf lint
-	$(BIN)/pytest -q -m "not slow and not cuda"
+	$(MAKE) -j2 test-others test-kernels
+
+test-others: setup
+	$(BIN)/pytest -q -m "$(QUICK)" --ignore=tests/kernels
+
+# Beside the others, on another core: these wait for nobody. What they print comes as one piece.
+test-kernels: setup
+	@log=$$(mktemp) && $(BIN)/pytest -q -m "$(QUICK)" tests/kernels >$$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 test-slow: setup
 	$(BIN)/pytest -q -m "slow and not cuda"
