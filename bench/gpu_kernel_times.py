@@ -31,7 +31,9 @@ _SHAPES = {
     "135M": ((576, 960), (576, 576), (1536, 576), (576, 49152)),
 }
 _GATE_UP = {"8B": (4096, 14336), "135M": (576, 1536)}
-_CONTEXTS = ((1, 1024), (1, 8192), (1, 65536), (4, 8192), (16, 1024), (16, 8192), (64, 1024), (64, 8192))
+_CONTEXTS = (
+    (1, 1024), (1, 8192), (1, 65536), (4, 8192), (16, 1024), (16, 8192), (16, 16384), (32, 16384), (64, 1024), (64, 8192),
+)  # fmt: skip
 _FEW_CONTEXTS = ((1, 1024), (16, 8192), (64, 1024))
 _FEW_ROWS = (
     Streaming(16, 256, 4, 6, 1), Streaming(32, 256, 4, 5, 1), Streaming(32, 128, 4, 8, 1), Streaming(64, 128, 4, 6, 1),
@@ -97,6 +99,8 @@ def _attention(shape: tuple[int, int, int], batch: int, context: int, rows: int,
     others = {
         "double splits": chosen._replace(num_splits=min(128, 2 * chosen.num_splits), min_span=chosen.min_span // 2),
         "half splits": chosen._replace(num_splits=max(1, chosen.num_splits // 2)),
+        "3 stages": chosen._replace(num_stages=3),
+        "3 stages, half splits": chosen._replace(num_stages=3, num_splits=max(1, chosen.num_splits // 2)),
         "4 stages": chosen._replace(num_stages=4),
         "spans of 128": chosen._replace(min_span=128),
         "8 warps": chosen._replace(num_warps=8),
