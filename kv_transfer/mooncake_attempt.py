@@ -54,6 +54,12 @@ class WriteState:
         message = f"{count} copies to {session_id} {how} after {seconds:.3f} s"
         return TransferFailedError(message, drained=self.num_taken == 0)
 
+    def refusal(self, session_id: str, seconds: float) -> TransferFailedError:
+        """Of the whole write, at a peer that answers; refused when the engine never took any of it."""
+        error = self.failure(session_id, "failed", seconds)
+        error.refused = error.drained
+        return error
+
 
 Part = tuple[WriteState, Sequence[Copy]]
 

@@ -24,19 +24,16 @@ class Endpoint:
     session_id: str
 
 
-def choose_path(
+def common_paths(
     local_host_id: str, peer_host_id: str, local: Collection[TransferPath], peer: Collection[TransferPath]
-) -> TransferPath | None:
-    """The fastest way that both have and that their places allow; None when there is none."""
+) -> list[TransferPath]:
+    """The ways that both have and that their places allow, fastest first."""
     same_host = bool(local_host_id) and local_host_id == peer_host_id
-    return next(
-        (
-            path
-            for path in TransferPath
-            if path in local and path in peer and (same_host or path is not TransferPath.INTRA_NODE_GPU)
-        ),
-        None,
-    )
+    return [
+        path
+        for path in TransferPath
+        if path in local and path in peer and (same_host or path is not TransferPath.INTRA_NODE_GPU)
+    ]
 
 
 def host_id(proc: Path = Path("/proc")) -> str:

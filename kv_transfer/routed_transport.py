@@ -1,7 +1,7 @@
 """A transport made of several, one for each way bytes can go: peers of one process may need different ones.
 
 An engine of the transfer library settles on its way when it starts. So each way has an engine, a session and its own
-registrations of the pools, and a peer is written to by the fastest way that both sides have.
+registrations of the pools, and a peer is written to by the fastest way that both sides have and that works.
 """
 
 import logging
@@ -12,7 +12,8 @@ from dataclasses import replace
 from graftline.errors import IncompatibleError, PeerUnavailableError
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.layout import StageLayout, WorkerLayout
-from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath, choose_path
+from graftline.kv_transfer.peer_route import PeerRoute, Way
+from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath, common_paths
 from graftline.kv_transfer.transport import GroupedWrite, Transport, WriteGroup
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class RoutedTransport:
         assert ways, "a process without any way to its peers"
         self._ways = dict(ways)
         self._host_id = host_id
-        self._chosen: dict[str, Transport] = {}
+        self._routes: dict[str, PeerRoute] = {}
         self._lock = threading.Lock()
 
     @property
@@ -65,7 +66,7 @@ class RoutedTransport:
                 way.close()
 
     def reached(self, peer: WorkerLayout) -> WorkerLayout:
-        """A peer's layout with the session that each of its stages is written to from here.
+        """A peer's layout with the session under which each of its stages is written to from here.
 
         Raises:
             IncompatibleError: there is no way that both have.
@@ -74,17 +75,18 @@ class RoutedTransport:
 
     def write(self, session_id: str, copies: Sequence[Copy], deadline_s: float) -> None:
         """See `Transport`."""
-        self._way_to(session_id).write(session_id, copies, deadline_s)
+        self._route_to(session_id).write(copies, deadline_s)
 
     def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
         """See `Transport`."""
-        return self._way_to(session_id).begin(session_id, writes)
+        return self._route_to(session_id).begin(writes)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""
+        route = self._route_to(session_id)
         with self._lock:
-            way = self._chosen.pop(session_id, self._common)
-        way.forget(session_id)
+            self._routes.pop(session_id, None)
+        route.forget()
 
     def close(self) -> None:
         """See `Transport`."""
@@ -95,44 +97,52 @@ class RoutedTransport:
     def _common(self) -> Transport:
         return list(self._ways.values())[-1]
 
-    def _way_to(self, session_id: str) -> Transport:
+    def _route_to(self, session_id: str) -> PeerRoute:
+        """That of a reached stage; by the common way to any other session."""
         with self._lock:
-            return self._chosen.get(session_id, self._common)
+            route = self._routes.get(session_id)
+        if route is None:
+            path, way = list(self._ways.items())[-1]
+            route = PeerRoute(session_id, [Way(path, way, session_id)])
+        return route
 
     def _reached(self, stage: StageLayout) -> StageLayout:
-        endpoint = chosen_endpoint(self._host_id, self._ways, stage)
+        endpoints = common_endpoints(self._host_id, self._ways, stage)
+        first = endpoints[0]
+        ways = [Way(end.path, self._ways.get(end.path, self._common), end.session_id) for end in endpoints]
         with self._lock:
-            self._chosen[endpoint.session_id] = self._ways.get(endpoint.path, self._common)
-        logger.info("stage %d of a peer is written to by %s", stage.stage, endpoint.path.value)
-        return replace(stage, session_id=endpoint.session_id)
+            self._routes[first.session_id] = PeerRoute(f"stage {stage.stage} of a peer", ways)
+        logger.info("stage %d of a peer is written to by %s", stage.stage, first.path.value)
+        return replace(stage, session_id=first.session_id)
 
 
-def chosen_endpoint(host_id: str, paths: Collection[TransferPath], stage: StageLayout) -> Endpoint:
-    """The way from a process with these paths into a peer's stage; one that names none is taken at its session.
+def common_endpoints(host_id: str, paths: Collection[TransferPath], stage: StageLayout) -> list[Endpoint]:
+    """The ways from a process with these paths into a peer's stage, fastest first; one that names none is taken at its
+    session.
 
     Raises:
         IncompatibleError: there is no way that both have.
     """
     if not stage.endpoints:
-        return Endpoint(TransferPath.TCP, stage.session_id)
+        return [Endpoint(TransferPath.TCP, stage.session_id)]
     sessions = {endpoint.path: endpoint.session_id for endpoint in stage.endpoints}
-    path = choose_path(host_id, stage.host_id, paths, sessions)
-    if path is None:
+    found = common_paths(host_id, stage.host_id, paths, sessions)
+    if not found:
         theirs, ours = (", ".join(path.value for path in offered) or "no way" for offered in (sessions, paths))
         raise IncompatibleError(
             ("transfer_protocol",),
             f"transfer_protocol: stage {stage.stage} is reached by {theirs}, the source has {ours}",
         )
-    return Endpoint(path, sessions[path])
+    return [Endpoint(path, sessions[path]) for path in found]
 
 
 def require_reachable(source: WorkerLayout, destination: WorkerLayout) -> None:
     """Passes when every stage of the source has a way into every stage of the destination.
 
     Raises:
-        IncompatibleError: see `chosen_endpoint`.
+        IncompatibleError: see `common_endpoints`.
     """
     for ours in source.stages:
         for theirs in destination.stages:
             if ours.endpoints:
-                chosen_endpoint(ours.host_id, [endpoint.path for endpoint in ours.endpoints], theirs)
+                common_endpoints(ours.host_id, [endpoint.path for endpoint in ours.endpoints], theirs)

@@ -43,11 +43,17 @@ class UnauthenticatedError(GraftlineError):
 
 
 class TransferFailedError(GraftlineError):
-    """A write to a peer's memory was not acknowledged. `drained` says whether late bytes are impossible."""
+    """A write to a peer's memory was not acknowledged.
 
-    def __init__(self, message: str, *, drained: bool = False) -> None:
+    Attributes:
+        drained: late bytes are impossible.
+        refused: the peer answers, but nothing of the write was taken: this way to it does not work, another one may.
+    """
+
+    def __init__(self, message: str, *, drained: bool = False, refused: bool = False) -> None:
         super().__init__(message)
         self.drained = drained
+        self.refused = refused
 
 
 class IncompatibleError(GraftlineError):

@@ -344,6 +344,39 @@ def test_a_first_contact_says_nothing_of_the_way(engine: ScriptedEngine) -> None
     assert group.order == [0]
 
 
+@pytest.mark.parametrize("in_group", [True, False])
+def test_what_an_engine_does_not_take_at_a_peer_that_answers_is_refused(engine: ScriptedEngine, in_group: bool) -> None:
+    """Another way to that peer may work: GPUs of one host need not reach each other."""
+    transport, group = opened(engine), Group(2)
+    engine.refuses = lambda target, copies: True
+    if in_group:
+        transport.begin(PEER, group.writes).finish()
+        errors = [write.error for write in group.writes]
+    else:
+        with pytest.raises(TransferFailedError) as caught:
+            transport.write(PEER, [Copy(BASE, TARGET, 16)], time.monotonic() + PATIENCE_S)
+        errors = [caught.value]
+    assert all(isinstance(error, TransferFailedError) and error.refused and error.drained for error in errors)
+
+
+@pytest.mark.parametrize("how", ["gone", "taken", "too late"])
+def test_a_failure_that_another_way_would_not_mend_is_no_refusal(engine: ScriptedEngine, how: str) -> None:
+    transport, group = opened(engine), Group(1)
+    if how == "taken":
+        engine.status = lambda target, address, looks: 5
+    else:
+        engine.refuses = lambda target, copies: True
+    if how == "gone":
+        engine.probe = lambda session_id: -1
+    if how == "too late":
+        group[0].deadline_s = time.monotonic() - 1
+    transport.begin(PEER, group.writes).finish()
+    error = group[0].error
+    assert isinstance(error, TransferFailedError)
+    assert not error.refused
+    assert error.drained == (how != "taken")
+
+
 def test_an_engine_that_breaks_gives_the_turn_back(engine: ScriptedEngine) -> None:
     transport = opened(engine)
 

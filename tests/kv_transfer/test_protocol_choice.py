@@ -2,34 +2,34 @@ from pathlib import Path
 
 import pytest
 
-from graftline.kv_transfer.protocol_choice import TransferPath, choose_path, host_id, rdma_devices
+from graftline.kv_transfer.protocol_choice import TransferPath, common_paths, host_id, rdma_devices
 
 INTRA, RDMA, TCP = TransferPath.INTRA_NODE_GPU, TransferPath.RDMA, TransferPath.TCP
 
 
 @pytest.mark.parametrize(
-    ("same_host", "local", "peer", "path"),
+    ("same_host", "local", "peer", "paths"),
     [
-        (True, [INTRA, TCP], [INTRA, TCP], INTRA),
-        (True, [INTRA, RDMA, TCP], [INTRA, RDMA, TCP], INTRA),
-        (True, [INTRA, TCP], [TCP], TCP),
-        (True, [RDMA, TCP], [INTRA, RDMA, TCP], RDMA),
-        (False, [INTRA, TCP], [INTRA, TCP], TCP),
-        (False, [INTRA, RDMA, TCP], [INTRA, RDMA, TCP], RDMA),
-        (False, [INTRA, RDMA, TCP], [INTRA, TCP], TCP),
-        (False, [RDMA], [TCP], None),
-        (False, [INTRA], [INTRA], None),
+        (True, [INTRA, TCP], [INTRA, TCP], [INTRA, TCP]),
+        (True, [INTRA, RDMA, TCP], [INTRA, RDMA, TCP], [INTRA, RDMA, TCP]),
+        (True, [INTRA, TCP], [TCP], [TCP]),
+        (True, [RDMA, TCP], [INTRA, RDMA, TCP], [RDMA, TCP]),
+        (False, [INTRA, TCP], [INTRA, TCP], [TCP]),
+        (False, [TCP, RDMA, INTRA], [INTRA, RDMA, TCP], [RDMA, TCP]),
+        (False, [INTRA, RDMA, TCP], [INTRA, TCP], [TCP]),
+        (False, [RDMA], [TCP], []),
+        (False, [INTRA], [INTRA], []),
     ],
 )
-def test_the_fastest_way_that_both_have(
-    same_host: bool, local: list[TransferPath], peer: list[TransferPath], path: TransferPath | None
+def test_the_ways_that_both_have_fastest_first(
+    same_host: bool, local: list[TransferPath], peer: list[TransferPath], paths: list[TransferPath]
 ) -> None:
-    assert choose_path("host", "host" if same_host else "other", local, peer) is path
-    assert choose_path("host", "host" if same_host else "other", peer, local) is path
+    theirs = "host" if same_host else "other"
+    assert common_paths("host", theirs, local, peer) == common_paths("host", theirs, peer, local) == paths
 
 
 def test_an_unknown_host_is_another_one() -> None:
-    assert choose_path("", "", [INTRA, TCP], [INTRA, TCP]) is TCP
+    assert common_paths("", "", [INTRA, TCP], [INTRA, TCP]) == [TCP]
 
 
 def fake_proc(root: Path, boot_id: str) -> Path:

@@ -65,7 +65,7 @@ def test_every_stage_of_a_peer_is_written_to_by_its_own_way() -> None:
     assert (intra.written, tcp.written) == (["intra-node-gpu-0:1"], ["tcp-1:1"])
     for layout in reached.stages:
         transport.forget(layout.session_id)
-    assert (intra.forgotten, tcp.forgotten) == (["intra-node-gpu-0:1"], ["tcp-1:1"])
+    assert (intra.forgotten, tcp.forgotten) == (["intra-node-gpu-0:1"], ["tcp-0:1", "tcp-1:1"])
     transport.close()
     assert intra.closed
     assert tcp.closed

@@ -1,0 +1,143 @@
+"""The ways into one stage of a peer, and writes that go by the next one when a way does not work.
+
+That both ends offer a way does not prove that it works between them: GPUs of one host without peer access, or in
+containers that do not see each other's, cannot open each other's memory, and it is the first write that finds out.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from graftline.errors import GraftlineError, TransferFailedError
+from graftline.kv_transfer.copy_plan import Copy
+from graftline.kv_transfer.protocol_choice import TransferPath
+from graftline.kv_transfer.transport import GroupedWrite, Transport, WriteGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Way(NamedTuple):
+    """A way to a peer's stage, and the stage's session there."""
+
+    path: TransferPath
+    transport: Transport
+    session_id: str
+
+
+class PeerRoute:
+    """The ways to a peer's stage that have not refused a write.
+
+    Args:
+        name: of the stage, for logs.
+        ways: fastest first; at least one.
+    """
+
+    def __init__(self, name: str, ways: Sequence[Way]) -> None:
+        self._name = name
+        self._all = tuple(ways)
+        self._left = list(ways)
+        self._lock = threading.Lock()
+
+    @property
+    def way(self) -> Way:
+        """The one to write by."""
+        with self._lock:
+            return self._left[0]
+
+    def give_up(self, way: Way, error: GraftlineError) -> bool:
+        """A way refused a write; whether there is another one."""
+        with self._lock:
+            if len(self._left) == 1:
+                return way != self._left[0]
+            if way == self._left[0]:
+                del self._left[0]
+                logger.warning(
+                    "%s is written to by %s from now on: %s does not work: %s",
+                    self._name,
+                    self._left[0].path.value,
+                    way.path.value,
+                    error,
+                )
+            return True
+
+    def write(self, copies: Sequence[Copy], deadline_s: float) -> None:
+        """See `Transport.write`."""
+        while True:
+            way = self.way
+            try:
+                return way.transport.write(way.session_id, copies, deadline_s)
+            except TransferFailedError as error:
+                if not (error.refused and self.give_up(way, error)):
+                    raise
+
+    def begin(self, writes: Sequence[GroupedWrite]) -> WriteGroup:
+        """See `Transport.begin`."""
+        way = self.way
+        if way == self._all[-1]:  # nothing to fall back on
+            return way.transport.begin(way.session_id, writes)
+        return _FallingGroup(self, way, writes)
+
+    def forget(self) -> None:
+        """See `Transport.forget`."""
+        for way in self._all:
+            way.transport.forget(way.session_id)
+
+
+class _FallingWrite:
+    """A `GroupedWrite` that is put aside when a way refuses it and there is another one."""
+
+    def __init__(self, write: GroupedWrite, group: "_FallingGroup") -> None:
+        self._write = write
+        self._group = group
+        self._copies: Sequence[Copy] | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        """See `GroupedWrite`."""
+        return self._write.deadline_s
+
+    def start(self) -> Sequence[Copy] | None:
+        """See `GroupedWrite`; the same copies by every way."""
+        if self._copies is None:
+            self._copies = self._write.start()
+        return self._copies
+
+    def end(self, error: GraftlineError | None, seconds: float) -> None:
+        """See `GroupedWrite`."""
+        if isinstance(error, TransferFailedError) and error.refused and self._group.put_aside(self, error):
+            return
+        self._write.end(error, seconds)
+
+
+class _FallingGroup:
+    """A `WriteGroup` whose writes go by the next way when one refuses them."""
+
+    def __init__(self, route: PeerRoute, way: Way, writes: Sequence[GroupedWrite]) -> None:
+        self._route = route
+        self._way = way
+        self._aside: list[_FallingWrite] = []
+        self._is_over = False
+        self._group = way.transport.begin(way.session_id, [_FallingWrite(write, self) for write in writes])
+
+    def put_aside(self, write: _FallingWrite, error: TransferFailedError) -> bool:
+        """A write was refused; whether it is tried by another way."""
+        if not self._route.give_up(self._way, error):
+            return False
+        self._aside.append(write)
+        return True
+
+    def advance(self, until_s: float) -> bool:
+        """See `WriteGroup`."""
+        self._is_over = self._is_over or self._group.advance(until_s)
+        return self._is_over and not self._aside
+
+    def finish(self) -> None:
+        """See `WriteGroup`."""
+        if not self._is_over:
+            self._group.finish()
+            self._is_over = True
+        while self._aside:
+            again, self._aside = self._aside, []
+            self._way = self._route.way
+            self._way.transport.begin(self._way.session_id, again).finish()
