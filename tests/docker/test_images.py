@@ -109,13 +109,16 @@ def test_compose_starts_a_pair_in_every_profile(profile: str | None) -> None:
     assert "--stages=2" in services[f"decode{suffix}"]["command"]
 
 
-def test_gpus_are_reserved() -> None:
+def test_workers_see_all_gpus_and_take_their_own() -> None:
+    """Whoever is to write into another one's GPU must see it."""
     services = composed("compose.yaml", profile="gpu")["services"]
-    for name, count in (("prefill-gpu", 1), ("decode-gpu", 2)):
+    for name, devices in (("prefill-gpu", "cuda:0"), ("decode-gpu", "cuda:1,cuda:2")):
         (device,) = services[name]["deploy"]["resources"]["reservations"]["devices"]
         assert device["driver"] == "nvidia"
-        assert len(device["device_ids"]) == count
-        assert "--devices=cuda" in services[name]["command"]
+        assert device["count"] in ("all", -1)
+        assert "device_ids" not in device
+        assert f"--devices={devices}" in services[name]["command"]
+        assert services[name]["ipc"] == "host"
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
