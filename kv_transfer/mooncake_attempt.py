@@ -55,9 +55,9 @@ class WriteState:
         return TransferFailedError(message, drained=self.num_taken == 0)
 
     def refusal(self, session_id: str, seconds: float) -> TransferFailedError:
-        """Of the whole write, at a peer that answers; refused when the engine never took any of it."""
+        """Of the whole write, at a peer that has just answered; refused when the engine, in time, took none of it."""
         error = self.failure(session_id, "failed", seconds)
-        error.refused = error.drained
+        error.refused = error.drained and time.monotonic() < self.deadline_s
         return error
 
 

@@ -146,7 +146,7 @@ class MooncakeGroup:
 
     def _retry(self, session: Session, state: WriteState, seconds: float, spelling: int) -> None:
         """One write alone, what of it did not arrive: once, if its failure was quick or only another one failed."""
-        error = state.refusal(session.session_id, seconds)
+        error = state.failure(session.session_id, "failed", seconds)
         if state.failed and (seconds >= _QUICK_FAILURE_S or session.spelling >= MAX_SPELLINGS):
             state.write.end(error, seconds)
             return
@@ -154,7 +154,6 @@ class MooncakeGroup:
             session.make_contact(state.deadline_s)
         except TransferFailedError as gone:
             error.__cause__ = gone
-            error.refused = False
             state.write.end(error, seconds)
             return
         if state.failed and session.spelling == spelling:  # the first of its attempt

@@ -48,9 +48,7 @@ class PeerRoute:
     def give_up(self, way: Way, error: GraftlineError) -> bool:
         """A way refused a write; whether there is another one."""
         with self._lock:
-            if len(self._left) == 1:
-                return way != self._left[0]
-            if way == self._left[0]:
+            if way == self._left[0] and len(self._left) > 1:
                 del self._left[0]
                 logger.warning(
                     "%s is written to by %s from now on: %s does not work: %s",
@@ -59,7 +57,7 @@ class PeerRoute:
                     way.path.value,
                     error,
                 )
-            return True
+            return way != self._left[0]
 
     def write(self, copies: Sequence[Copy], deadline_s: float) -> None:
         """See `Transport.write`."""

@@ -83,10 +83,9 @@ class RoutedTransport:
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""
-        route = self._route_to(session_id)
         with self._lock:
-            self._routes.pop(session_id, None)
-        route.forget()
+            route = self._routes.pop(session_id, None)
+        (route or self._common_route(session_id)).forget()
 
     def close(self) -> None:
         """See `Transport`."""
@@ -101,10 +100,11 @@ class RoutedTransport:
         """That of a reached stage; by the common way to any other session."""
         with self._lock:
             route = self._routes.get(session_id)
-        if route is None:
-            path, way = list(self._ways.items())[-1]
-            route = PeerRoute(session_id, [Way(path, way, session_id)])
-        return route
+        return route or self._common_route(session_id)
+
+    def _common_route(self, session_id: str) -> PeerRoute:
+        path, way = list(self._ways.items())[-1]
+        return PeerRoute(session_id, [Way(path, way, session_id)])
 
     def _reached(self, stage: StageLayout) -> StageLayout:
         endpoints = common_endpoints(self._host_id, self._ways, stage)

@@ -359,7 +359,7 @@ def test_what_an_engine_does_not_take_at_a_peer_that_answers_is_refused(engine: 
     assert all(isinstance(error, TransferFailedError) and error.refused and error.drained for error in errors)
 
 
-@pytest.mark.parametrize("how", ["gone", "taken", "too late"])
+@pytest.mark.parametrize("how", ["gone", "taken", "too late", "slow"])
 def test_a_failure_that_another_way_would_not_mend_is_no_refusal(engine: ScriptedEngine, how: str) -> None:
     transport, group = opened(engine), Group(1)
     if how == "taken":
@@ -370,11 +370,44 @@ def test_a_failure_that_another_way_would_not_mend_is_no_refusal(engine: Scripte
         engine.probe = lambda session_id: -1
     if how == "too late":
         group[0].deadline_s = time.monotonic() - 1
+    if how == "slow":  # nobody knows whether the peer still answers
+
+        def refuse_late(target: str, copies: object) -> bool:
+            time.sleep(0.6)
+            return True
+
+        engine.refuses = refuse_late
     transport.begin(PEER, group.writes).finish()
     error = group[0].error
     assert isinstance(error, TransferFailedError)
     assert not error.refused
     assert error.drained == (how != "taken")
+
+
+def test_a_write_that_waits_for_another_peers_first_contact_is_not_refused(engine: ScriptedEngine) -> None:
+    """The engine was not asked: that says nothing of the way."""
+    transport, group = opened(engine), Group(1)
+    in_contact, let_go = threading.Event(), threading.Event()
+
+    def submit(target: str, address: int) -> int | None:
+        if target == PEER:
+            return 0  # from now on it has to be contacted anew
+        in_contact.set()
+        assert let_go.wait(PATIENCE_S)
+        return None
+
+    engine.submit = submit
+    opening = threading.Thread(target=transport.begin("10.0.0.7:15001", Group(1).writes).finish)
+    opening.start()
+    assert in_contact.wait(PATIENCE_S)
+    group[0].deadline_s = time.monotonic() + 0.2
+    transport.begin(PEER, group.writes).finish()
+    let_go.set()
+    opening.join(PATIENCE_S)
+    error = group[0].error
+    assert isinstance(error, TransferFailedError)
+    assert error.drained
+    assert not error.refused
 
 
 def test_an_engine_that_breaks_gives_the_turn_back(engine: ScriptedEngine) -> None:
