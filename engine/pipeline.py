@@ -39,7 +39,7 @@ from graftline.engine.plan import (
 )
 from graftline.engine.round_state import RoundState
 from graftline.engine.stage_builder import build_stage, shared_round_state
-from graftline.engine.stage_stream import on_stream, stage_stream
+from graftline.engine.stage_stream import on_stage_stream
 from graftline.engine.stage_worker import StageWorker
 from graftline.engine.transfer_port import TransferPort
 from graftline.errors import InternalError, PeerUnavailableError
@@ -282,7 +282,7 @@ class Pipeline:
         count = self._config.num_stages
         self._chain = [LocalLink() for _ in range(count)]
         self._plans = self._chain[0]
-        with on_stream(stage_stream(torch.device(self._config.stage_device(0)))):
+        with on_stage_stream(torch.device(self._config.stage_device(0))):
             shared = shared_round_state(self._config)
         for stage in range(count):
             downstream = self._chain[stage + 1] if stage + 1 < count else None
@@ -299,8 +299,7 @@ class Pipeline:
         control = LocalLink()
         self._controls.append(control)
         device = torch.device(self._config.stage_device(stage))
-        stream = stage_stream(device)
-        with on_stream(stream):
+        with on_stage_stream(device):
             built = build_stage(self._config, stage, round_state, returns)
             port = self._make_port(stage)
             layout = port.open(built.pools)
@@ -314,7 +313,6 @@ class Pipeline:
             built.gate,
             self._config.threads,
             device,
-            stream,
             lambda reason: self._on_end(stage, reason),
         )
         self._workers.append(worker)

@@ -14,12 +14,14 @@ from functools import cache
 import torch
 
 
+def on_stage_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Makes this process's stream on a GPU, and the GPU, the calling thread's current ones while the block is open;
+    nothing on a CPU.
+    """
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
 @cache
-def stage_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """This process's stream on a GPU, which waits for no other; None elsewhere."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-
-def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Makes a stream and its GPU the calling thread's current ones while the block is open; nothing without one."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One that waits for no other."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ from graftline.engine.plan import (
 )
 from graftline.engine.process_memory import resident_bytes
 from graftline.engine.stage import Stage
-from graftline.engine.stage_stream import on_stream
+from graftline.engine.stage_stream import on_stage_stream
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import Sending, TransferPort
 from graftline.errors import PeerUnavailableError
@@ -105,7 +105,6 @@ class StageWorker:
     """The threads of a stage.
 
     Args:
-        stream: on which the stage computes, and was built; None on CPU.
         on_end: called once, from the thread that ended first, with the reason or None after a `Stop`.
     """
 
@@ -118,7 +117,6 @@ class StageWorker:
         gate: StepGate,
         num_threads: int,
         device: torch.device,
-        stream: torch.cuda.Stream | None,
         on_end: Callable[[str | None], None],
     ) -> None:
         self._index = index
@@ -132,7 +130,6 @@ class StageWorker:
         self._num_threads = num_threads
         self._on_end = on_end
         self._device = device
-        self._stream = stream
         self._busy = BusyClock(device)
         self._figures = DeviceFigures(self._busy, f"stage-{index}-figures")
         self._steps = 0
@@ -161,7 +158,7 @@ class StageWorker:
     def _compute(self) -> None:
         torch.set_num_threads(self._num_threads)
         self._cpu_clock = _own_cpu_clock()
-        with on_stream(self._stream), torch.inference_mode():
+        with on_stage_stream(self._device), torch.inference_mode():
             self._end_with(self._compute_plans)
         self._stage.close()
 

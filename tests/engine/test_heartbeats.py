@@ -120,7 +120,7 @@ def test_a_stage_answers_whatever_its_other_threads_do() -> None:
     plans, control, reports = LocalLink(), LocalLink(), LocalLink()
     held: Any = HeldUp()
     links = StageLinks(plans, None, control, reports, reports)
-    worker = StageWorker(0, held, links, held, StepGate(), 1, torch.device("cpu"), None, lambda reason: None)
+    worker = StageWorker(0, held, links, held, StepGate(), 1, torch.device("cpu"), lambda reason: None)
     worker.start()
 
     def answer(sequence: int) -> StageAlive:

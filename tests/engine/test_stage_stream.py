@@ -1,9 +1,12 @@
 """Which stream stages compute on."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from graftline.engine.stage_stream import on_stream, stage_stream
+from graftline.engine import stage_stream
+from graftline.engine.stage_stream import on_stage_stream
 
 
 class Stream:
@@ -15,19 +18,26 @@ class Stream:
 
 def test_all_of_a_process_on_one_gpu_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured rounds of two stages must not run side by side."""
+    entered: list[Stream] = []
+
+    def enter(stream: Stream) -> nullcontext[None]:
+        entered.append(stream)
+        return nullcontext()
+
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    stage_stream.cache_clear()
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    stage_stream._stream.cache_clear()
     try:
-        first, again, other = (stage_stream(torch.device(name)) for name in ("cuda:0", "cuda:0", "cuda:1"))
+        for name in ("cuda:0", "cuda:0", "cuda:1"):
+            with on_stage_stream(torch.device(name)):
+                pass
     finally:
-        stage_stream.cache_clear()
+        stage_stream._stream.cache_clear()
+    first, again, other = entered
     assert first is again
-    assert isinstance(first, Stream)
-    assert isinstance(other, Stream)
     assert (first.device.index, other.device.index) == (0, 1)
 
 
 def test_a_cpu_has_none() -> None:
-    assert stage_stream(torch.device("cpu")) is None
-    with on_stream(None):
+    with on_stage_stream(torch.device("cpu")):
         assert float(torch.ones(2).sum()) == 2

@@ -61,7 +61,7 @@ def test_results_of_two_threads_do_not_mix_on_their_link() -> None:
     upstream, control, results = LocalLink(), LocalLink(), OneAtATime()
     links = StageLinks(upstream, None, control, results, OneAtATime())  # type: ignore[arg-type]
     ended: list[str | None] = []
-    worker = StageWorker(1, TwoVoices(), links, NoPort(), StepGate(), 1, CPU, None, ended.append)  # type: ignore[arg-type]
+    worker = StageWorker(1, TwoVoices(), links, NoPort(), StepGate(), 1, CPU, ended.append)  # type: ignore[arg-type]
     worker.start()
     upstream.send(StepPlan(0, 0, [], [], [], False))
     upstream.send(Stop())
