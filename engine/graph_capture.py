@@ -63,10 +63,20 @@ class GraphPool:
             graph = torch.cuda.CUDAGraph()
             with (
                 without_collection(),
-                torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, self._memory, _capturing_stream(self._device), "thread_local"),
             ):
                 output = run()
             return CapturedGraph(graph, output, torch.cuda.memory_reserved(self._device) - before)
+
+
+def _capturing_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream, or None for torch's own, which a capture needs instead of the default one.
+
+    Libraries give every stream a workspace, which graphs that were captured there write into: graphs that are replayed
+    side by side, on the streams of two stages, must not have been captured on one.
+    """
+    stream = torch.cuda.current_stream(device)
+    return None if stream == torch.cuda.default_stream(device) else stream
 
 
 @contextmanager

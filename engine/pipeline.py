@@ -39,7 +39,7 @@ from graftline.engine.plan import (
 )
 from graftline.engine.round_state import RoundState
 from graftline.engine.stage_builder import build_stage, shared_round_state
-from graftline.engine.stage_stream import on_stage_stream
+from graftline.engine.stage_stream import StageStream
 from graftline.engine.stage_worker import StageWorker
 from graftline.engine.transfer_port import TransferPort
 from graftline.errors import InternalError, PeerUnavailableError
@@ -282,8 +282,7 @@ class Pipeline:
         count = self._config.num_stages
         self._chain = [LocalLink() for _ in range(count)]
         self._plans = self._chain[0]
-        with on_stage_stream(torch.device(self._config.stage_device(0))):
-            shared = shared_round_state(self._config)
+        shared = shared_round_state(self._config)
         for stage in range(count):
             downstream = self._chain[stage + 1] if stage + 1 < count else None
             self._start_local_stage(stage, self._chain[stage], downstream, shared)
@@ -298,8 +297,8 @@ class Pipeline:
     ) -> None:
         control = LocalLink()
         self._controls.append(control)
-        device = torch.device(self._config.stage_device(stage))
-        with on_stage_stream(device):
+        stream = StageStream(torch.device(self._config.stage_device(stage)))
+        with stream.entered():
             built = build_stage(self._config, stage, round_state, returns)
             port = self._make_port(stage)
             layout = port.open(built.pools)
@@ -312,7 +311,7 @@ class Pipeline:
             port,
             built.gate,
             self._config.threads,
-            device,
+            stream,
             lambda reason: self._on_end(stage, reason),
         )
         self._workers.append(worker)

@@ -61,7 +61,11 @@ def shared_round_state(config: EngineConfig) -> RoundState | None:
     """What the stages of a worker share of their rounds of fixed shape: None unless they all are on one device."""
     if not config.device_rounds or config.num_stages == 1 or len(set(config.devices)) > 1:
         return None
-    return _round_state(config, open_checkpoint(Path(config.model)).config, torch.device(config.stage_device(0)))
+    device = torch.device(config.stage_device(0))
+    state = _round_state(config, open_checkpoint(Path(config.model)).config, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # every stage has a stream of its own
+    return state
 
 
 def _round_state(config: EngineConfig, target: ModelConfig, device: torch.device) -> RoundState:

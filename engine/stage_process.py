@@ -20,7 +20,7 @@ from graftline.engine.links_distributed import connect_stages, leave_job
 from graftline.engine.pipeline import STAGE_CONFIG_VARIABLE, joined_key
 from graftline.engine.plan import StageFailed, StageReady
 from graftline.engine.stage_builder import build_stage
-from graftline.engine.stage_stream import on_stage_stream
+from graftline.engine.stage_stream import StageStream
 from graftline.engine.stage_worker import StageWorker
 from graftline.engine.transfer_port import TransferPort
 
@@ -67,8 +67,9 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     assert star.control is not None
     assert star.results is not None
     assert star.reports is not None
+    stream = StageStream(device)
     try:
-        with on_stage_stream(device):
+        with stream.entered():
             built = build_stage(config, stage, returns=ends.returns)
             port = make_port(stage)
             layout = port.open(built.pools)
@@ -80,7 +81,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     if ends.downstream is not None:
         downstream = QueuedSender(ends.downstream, "plan-sender", end.tell)
     links = StageLinks(ends.upstream, downstream, star.control, star.results, star.reports)
-    worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, device, end.tell)
+    worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, stream, end.tell)
     star.reports.send(StageReady(stage, layout, built.graph_bytes))
     worker.start()
     reason = end.wait_for(worker)

@@ -35,7 +35,7 @@ from graftline.engine.plan import (
 )
 from graftline.engine.process_memory import resident_bytes
 from graftline.engine.stage import Stage
-from graftline.engine.stage_stream import on_stage_stream
+from graftline.engine.stage_stream import StageStream
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import Sending, TransferPort
 from graftline.errors import PeerUnavailableError
@@ -105,6 +105,7 @@ class StageWorker:
     """The threads of a stage.
 
     Args:
+        stream: on which it computes; the stage was built on it.
         on_end: called once, from the thread that ended first, with the reason or None after a `Stop`.
     """
 
@@ -116,7 +117,7 @@ class StageWorker:
         port: TransferPort,
         gate: StepGate,
         num_threads: int,
-        device: torch.device,
+        stream: StageStream,
         on_end: Callable[[str | None], None],
     ) -> None:
         self._index = index
@@ -129,7 +130,8 @@ class StageWorker:
         self._gate = gate
         self._num_threads = num_threads
         self._on_end = on_end
-        self._device = device
+        self._stream = stream
+        self._device = device = stream.device
         self._busy = BusyClock(device)
         self._figures = DeviceFigures(self._busy, f"stage-{index}-figures")
         self._steps = 0
@@ -158,7 +160,7 @@ class StageWorker:
     def _compute(self) -> None:
         torch.set_num_threads(self._num_threads)
         self._cpu_clock = _own_cpu_clock()
-        with on_stage_stream(self._device), torch.inference_mode():
+        with self._stream.entered(), torch.inference_mode():
             self._end_with(self._compute_plans)
         self._stage.close()
 

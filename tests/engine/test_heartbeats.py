@@ -11,6 +11,7 @@ from graftline.engine.config import EngineConfig, Role
 from graftline.engine.links import LocalLink, StageLinks
 from graftline.engine.pipeline import Pipeline, StageCommand
 from graftline.engine.plan import CancelSends, Heartbeat, Report, StageAlive, StageFailed, StageReady, StepPlan, Stop
+from graftline.engine.stage_stream import StageStream
 from graftline.engine.stage_worker import StageWorker
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import NoTransfer
@@ -120,7 +121,7 @@ def test_a_stage_answers_whatever_its_other_threads_do() -> None:
     plans, control, reports = LocalLink(), LocalLink(), LocalLink()
     held: Any = HeldUp()
     links = StageLinks(plans, None, control, reports, reports)
-    worker = StageWorker(0, held, links, held, StepGate(), 1, torch.device("cpu"), lambda reason: None)
+    worker = StageWorker(0, held, links, held, StepGate(), 1, StageStream(torch.device("cpu")), lambda reason: None)
     worker.start()
 
     def answer(sequence: int) -> StageAlive:

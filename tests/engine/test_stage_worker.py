@@ -9,6 +9,7 @@ import torch
 from graftline.engine.device_figures import DeviceFigures, Figures
 from graftline.engine.links import LocalLink, StageLinks
 from graftline.engine.plan import Message, StepPlan, StepResult, Stop
+from graftline.engine.stage_stream import StageStream
 from graftline.engine.stage_worker import StageWorker
 from graftline.engine.step_gate import StepGate
 
@@ -61,7 +62,7 @@ def test_results_of_two_threads_do_not_mix_on_their_link() -> None:
     upstream, control, results = LocalLink(), LocalLink(), OneAtATime()
     links = StageLinks(upstream, None, control, results, OneAtATime())  # type: ignore[arg-type]
     ended: list[str | None] = []
-    worker = StageWorker(1, TwoVoices(), links, NoPort(), StepGate(), 1, CPU, ended.append)  # type: ignore[arg-type]
+    worker = StageWorker(1, TwoVoices(), links, NoPort(), StepGate(), 1, StageStream(CPU), ended.append)  # type: ignore[arg-type]
     worker.start()
     upstream.send(StepPlan(0, 0, [], [], [], False))
     upstream.send(Stop())
