@@ -25,6 +25,9 @@ _STOP_GRACE_S = 3.0
 _OUTPUT_LINES = 40
 # From the time a script is given for its work to the end of its process.
 _END_S = 8.0
+MODELS = ("given", "8b")
+# Drafts of the 8B shapes that are right, each: such heads reach an accept length of about 3 with chains of three.
+SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,21 @@ class Place:
         model: name, directory or GGUF file of a model with weights.
         scratch: for files that need not last.
         batches: of decode steps, and of answers beside transformers, in this order; none: those of every section.
+        models: of those in MODELS, what speculation and transformers are measured with.
+        share: of simulated drafts that are right, each.
     """
 
     model: str
     device: str
     scratch: Path
     batches: tuple[int, ...] = ()
+    models: tuple[str, ...] = MODELS
+    share: float = SHARE
+
+    @property
+    def has_large(self) -> bool:
+        """Whether the 8B shapes are measured where both could be."""
+        return self.kind != "cpu" and "8b" in self.models
 
     @property
     def kind(self) -> str:
@@ -98,14 +110,14 @@ def _speculation(steps: Steps, place: Place) -> None:
     from graftline.engine.model_fetch import draft_head_path, resolve_model
     from graftline.engine.models.checkpoint import open_checkpoint
 
-    model = resolve_model(place.model)
-    setting = Setting(model, draft_head_path(model), place.device, max_running=1)
-    measure_speculation(steps, "default model", setting, parity_prompts(open_checkpoint(model), 6))
-    if place.kind == "cpu":
+    if "given" in place.models:
+        model = resolve_model(place.model)
+        setting = Setting(model, draft_head_path(model), place.device, max_running=1)
+        measure_speculation(steps, "default model", setting, parity_prompts(open_checkpoint(model), 6))
+    if not place.has_large:
         return
-    share = 0.8
-    steps.note("8B shapes, simulated: drafts that are right, each", share)
-    large, head = write_successor_pair(place.scratch / "successors", share)
+    steps.note("8B shapes, simulated: drafts that are right, each", place.share)
+    large, head = write_successor_pair(place.scratch / "successors", place.share)
     prompts = [[(31 * row + 7 * index) % 30000 for index in range(256)] for row in range(6)]
     measure_speculation(steps, "8B shapes", Setting(large, head, place.device, max_running=1), prompts)
 
@@ -116,13 +128,14 @@ def _transformers(steps: Steps, place: Place) -> None:
     from graftline.bench.gpu_side_by_side import measure_side_by_side
     from graftline.engine.model_fetch import draft_head_path, resolve_model
 
-    model = resolve_model(place.model)
     batches = place.batches or (1, 16, 4)
-    measure_side_by_side(steps, "default model", Setting(model, draft_head_path(model), place.device), batches=batches)
-    if place.kind != "cpu":
-        large = write_dummy_model(place.scratch / "llama-8b", LLAMA_8B)
-        setting = Setting(large, None, place.device)
-        measure_side_by_side(steps, "8B shapes", setting, batches=batches, static_s=60.0)
+    if "given" in place.models:
+        model = resolve_model(place.model)
+        given = Setting(model, draft_head_path(model), place.device)
+        measure_side_by_side(steps, "default model", given, batches=batches)
+    if place.has_large:
+        large = Setting(write_dummy_model(place.scratch / "llama-8b", LLAMA_8B), None, place.device)
+        measure_side_by_side(steps, "8B shapes", large, batches=batches)
 
 
 def _drafter(steps: Steps, place: Place) -> None:
@@ -197,11 +210,12 @@ def run_sections(
     model: str,
     device: str,
     command: Sequence[str] | None = None,
-    batches: Sequence[int] = (),
+    options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Runs sections one after the other and keeps `out` up to date.
 
     Args:
+        options: further ones of a section's process.
         command: what a section's process is started with, for tests.
     """
     deadline_s = time.monotonic() + seconds
@@ -222,8 +236,7 @@ def run_sections(
                 bound_s = min(SECTIONS[name].seconds, left_s)
                 part = Path(folder, f"{name}.json")
                 words = ["--section", name, "--out", str(part), "--seconds", str(bound_s), "--model", model]
-                words += ["--device", device, "--scratch", folder]
-                words += ["--batches", ",".join(map(str, batches))] if batches else []
+                words += ["--device", device, "--scratch", folder, *options]
                 _watch([*start, *words], part, bound_s, section, lambda: write_json(out, found))
             write_json(out, found)
     return found
@@ -281,6 +294,12 @@ def main() -> None:
     parser.add_argument(
         "--batches", default="", help="of roofline and transformers, such as 16,4; by default their own"
     )
+    parser.add_argument(
+        "--models",
+        default=",".join(MODELS),
+        help="of speculation and transformers: given (that of --model), 8b (shapes of Llama-3.1-8B)",
+    )
+    parser.add_argument("--share", type=float, default=SHARE, help="of the 8B shapes' simulated drafts that are right")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -290,14 +309,20 @@ def main() -> None:
         parser.error(f"--batches: {arguments.batches!r} is not a list of numbers")
     if any(batch < 1 for batch in batches):
         parser.error(f"--batches: {arguments.batches!r} has a number below 1")
+    models = tuple(name for name in arguments.models.split(",") if name)
+    if unknown := [name for name in models if name not in MODELS]:
+        parser.error(f"--models: no {unknown[0]!r}; there are {', '.join(MODELS)}")
+    if not 0 <= arguments.share <= 1:
+        parser.error(f"--share: {arguments.share} is outside [0, 1]")
     if arguments.section is not None:
-        place = Place(arguments.model, arguments.device, arguments.scratch, batches)
+        place = Place(arguments.model, arguments.device, arguments.scratch, batches, models, arguments.share)
         _run_one(arguments.section, arguments.out, arguments.seconds, place)
         return
     names = [name for name in arguments.sections.split(",") if name]
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"--sections: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-    found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device, batches=batches)
+    options = ["--batches", arguments.batches, "--models", arguments.models, "--share", str(arguments.share)]
+    found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device, options=options)
     for name, section in found["sections"].items():
         print(f"{name}: {section['ending']}, {section.get('seconds', 0)} s")
 

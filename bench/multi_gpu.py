@@ -17,14 +17,13 @@ from typing import Any
 
 import msgspec
 
+from graftline.bench.gpu import SHARE
 from graftline.bench.gpu_steps import Steps, run_bounded, write_json
 from graftline.bench.machine import command_line, machine_facts
 from graftline.bench.multi_gpu_configs import TINY
 from graftline.bench.multi_gpu_speculation import PAIRS
 
 _GRACE_S = 5.0
-# Drafts of the 8B shapes that are right, each: such heads reach an accept length of about 3 with chains of three.
-SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,14 @@ class Place:
         device: "cuda" for GPUs 0 and 1, or "cpu".
         scratch: for files that need not last.
         pairs: of engines that are measured, in this order.
+        share: of simulated drafts that are right, each.
     """
 
     model: str
     device: str
     scratch: Path
     pairs: Sequence[str] = PAIRS
+    share: float = SHARE
 
     @property
     def devices(self) -> tuple[str, str]:
@@ -73,8 +74,8 @@ def _large(steps: Steps, place: Place) -> None:
     from graftline.bench.multi_gpu_speculation import measure_speculation
 
     shapes = TINY if place.device == "cpu" else LLAMA_8B
-    model, head = write_successor_pair(place.scratch / "successors", SHARE, shapes)
-    steps.note("simulated: drafts that are right, each", SHARE)
+    model, head = write_successor_pair(place.scratch / "successors", place.share, shapes)
+    steps.note("simulated: drafts that are right, each", place.share)
     load = Load.small() if place.device == "cpu" else Load.of_gpu(prompt_len=1024)
     measure_speculation(steps, "8B shapes", model, head, place.devices, load, usual_tree(place.device), place.pairs)
 
@@ -87,7 +88,7 @@ def _long(steps: Steps, place: Place) -> None:
 
     length = 16384
     shapes = TINY if place.device == "cpu" else {**LLAMA_8B, "max_position_embeddings": length + 1024}
-    model, head = write_successor_pair(place.scratch / "long-successors", SHARE, shapes)
+    model, head = write_successor_pair(place.scratch / "long-successors", place.share, shapes)
     load = Load.small() if place.device == "cpu" else Load.of_long_prompts(length)
     measure_speculation(
         steps, "8B shapes, 16k", model, head, place.devices, load, usual_tree(place.device), place.pairs
@@ -114,7 +115,7 @@ def _model_and_head(place: Place) -> tuple[Path, Path | None]:
     if place.model:
         model = resolve_model(place.model)
         return model, draft_head_path(model)
-    return write_successor_pair(place.scratch / "tiny", SHARE, TINY)
+    return write_successor_pair(place.scratch / "tiny", place.share, TINY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +141,13 @@ SECTIONS = {
 
 
 def run_sections(
-    names: Sequence[str], out: Path, seconds: float, model: str, device: str, pairs: Sequence[str] = PAIRS
+    names: Sequence[str], out: Path, seconds: float, model: str, device: str, options: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Runs sections one after the other and keeps `out` up to date."""
+    """Runs sections one after the other and keeps `out` up to date.
+
+    Args:
+        options: further ones of a section's process.
+    """
     deadline_s = time.monotonic() + seconds
     found: dict[str, Any] = {
         "machine": msgspec.to_builtins(machine_facts()),
@@ -159,7 +164,7 @@ def run_sections(
             else:
                 part = Path(folder, f"{name}.json")
                 words = ["--section", name, "--out", str(part), "--seconds", str(bound_s), "--model", model]
-                words += ["--device", device, "--scratch", folder, "--pairs", ",".join(pairs)]
+                words += ["--device", device, "--scratch", folder, *options]
                 command = [sys.executable, "-m", "graftline.bench.multi_gpu", *words]
                 found["sections"][name] = run_bounded(command, part, bound_s)
             write_json(out, found)
@@ -184,12 +189,14 @@ def main() -> None:
         default=",".join(PAIRS),
         help=f"engines of the last three sections, in this order, of {', '.join(PAIRS)}",
     )
+    parser.add_argument("--share", type=float, default=SHARE, help="of the 8B shapes' simulated drafts that are right")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section is not None:
         steps = Steps(arguments.out, max(1.0, arguments.seconds - _GRACE_S))
-        place = Place(arguments.model, arguments.device, arguments.scratch, arguments.pairs.split(","))
+        pairs = arguments.pairs.split(",")
+        place = Place(arguments.model, arguments.device, arguments.scratch, pairs, arguments.share)
         SECTIONS[arguments.section].run(steps, place)
         return
     names = [name for name in arguments.sections.split(",") if name]
@@ -198,7 +205,10 @@ def main() -> None:
     pairs = [name for name in arguments.pairs.split(",") if name]
     if unknown := [name for name in pairs if name not in PAIRS]:
         parser.error(f"--pairs: no pair {unknown[0]!r}; there are {', '.join(PAIRS)}")
-    found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device, pairs)
+    if not 0 <= arguments.share <= 1:
+        parser.error(f"--share: {arguments.share} is outside [0, 1]")
+    options = ["--pairs", ",".join(pairs), "--share", str(arguments.share)]
+    found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device, options)
     for name, section in found["sections"].items():
         failed = "".join(f"; failed: {step}" for step in _failed_steps(section))
         print(f"{name}: {section['ending']}{failed}")

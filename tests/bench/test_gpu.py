@@ -42,15 +42,28 @@ def test_every_section_is_told_its_place_and_its_findings_are_kept(tmp_path: Pat
 
 def test_sections_are_told_which_batches(tmp_path: Path) -> None:
     command = script(tmp_path, "json.dump(told, open(OUT, 'w'))")
-    found = run_sections(["roofline"], tmp_path / "gpu.json", 30.0, "some-model", "cpu", command, (16, 4))
+    found = run_sections(["roofline"], tmp_path / "gpu.json", 30.0, "some-model", "cpu", command, ["--batches", "16,4"])
     assert found["sections"]["roofline"]["found"]["--batches"] == "16,4"
 
 
-@pytest.mark.parametrize(("batches", "answer"), [("4,x", "'4,x' is not a list"), ("4,0", "'4,0' has a number below 1")])
-def test_batches_are_numbers(
-    batches: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "value", "answer"),
+    [
+        ("--batches", "4,x", "'4,x' is not a list"),
+        ("--batches", "4,0", "'4,0' has a number below 1"),
+        ("--models", "8b,70b", "no '70b'"),
+        ("--share", "-0.1", "-0.1 is outside [0, 1]"),
+    ],
+)
+def test_says_which_option_is_none(
+    option: str,
+    value: str,
+    answer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path / "gpu.json"), "--batches", batches])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path / "gpu.json"), f"{option}={value}"])
     with pytest.raises(SystemExit):
         gpu.main()
     assert answer in capsys.readouterr().err

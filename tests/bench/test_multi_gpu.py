@@ -209,7 +209,7 @@ def test_sections_run_in_order_within_their_time(tmp_path: Path, monkeypatch: py
 
     def run_bounded(command: list[str], part: Path, seconds: float) -> dict[str, Any]:
         ran.append((command[command.index("--section") + 1], seconds))
-        told.append(command[command.index("--pairs") + 1])
+        told[:] = command[-4:]
         return {"found": {"step": {"error": "no"}}, "ending": "exit code 0", "output": []}
 
     monkeypatch.setattr(multi_gpu, "run_bounded", run_bounded)
@@ -221,13 +221,18 @@ def test_sections_run_in_order_within_their_time(tmp_path: Path, monkeypatch: py
     assert ran[1][1] <= 60.0
     assert json.loads(out.read_text())["sections"] == found["sections"]
     assert run_sections(["parity"], out, 5.0, "", "cpu")["sections"]["parity"]["ending"].startswith("not begun")
-    run_sections(["large"], out, 60.0, "", "cpu", ["plain1", "eagle2"])
-    assert told == ["eagle2,plain2,plain1,eagle1,chain2"] * 2 + ["plain1,eagle2"]
+    options = ["--pairs", "plain1,eagle2", "--share", "0.9"]
+    run_sections(["large"], out, 60.0, "", "cpu", options)
+    assert told == options
 
 
 @pytest.mark.parametrize(
     ("words", "answer"),
-    [(["--sections", "nonsense"], "no section 'nonsense'"), (["--pairs", "plain2,plain3"], "no pair 'plain3'")],
+    [
+        (["--sections", "nonsense"], "no section 'nonsense'"),
+        (["--pairs", "plain2,plain3"], "no pair 'plain3'"),
+        (["--share", "1.5"], "--share: 1.5 is outside"),
+    ],
 )
 def test_says_what_there_is_none_of(
     words: list[str], answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -105,9 +105,9 @@ def test_many_rows_cut_trees_to_their_likeliest_nodes(
     shape = TreeShape(3, 3, 12)
     decode = rounds(max_verify_rows=12, max_running=count)
     with local_pair(world.markov.path, world.agrees, tree=shape, decode_split=decode_split, decode=decode) as pair:
-        answers = pair.run([Ask(token_ids=prompt(5 + index), max_tokens=1 + 8 * 4) for index in range(count)])
+        answers = pair.run([Ask(token_ids=prompt(5 + index), max_tokens=1 + 24 * 4) for index in range(count)])
     for index, answer in enumerate(answers):
-        assert answer.ids == world.markov.answer(prompt(5 + index), 1 + 8 * 4)
+        assert answer.ids == world.markov.answer(prompt(5 + index), 1 + 24 * 4)
     most = shape.nodes_among(-(-count // len(decode_split)), 12)
     num_rounds, accepted = (sum(getattr(answer.total, name) for answer in answers) for name in ("rounds", "accepted"))
     assert accepted > 1.1 * num_rounds, "of a tree that is cut to its first level one draft holds at most"

@@ -1,12 +1,12 @@
-"""Which stream stages compute on."""
+"""Which stream stages compute and capture on."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from graftline.engine import stage_stream
-from graftline.engine.stage_stream import on_stage_stream
+from graftline.engine import graph_capture
+from graftline.engine.stage_stream import StageStream
 
 
 class Stream:
@@ -16,8 +16,7 @@ class Stream:
         self.device = device
 
 
-def test_all_of_a_process_on_one_gpu_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured rounds of two stages must not run side by side."""
+def test_every_stage_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Stream] = []
 
     def enter(stream: Stream) -> nullcontext[None]:
@@ -26,18 +25,24 @@ def test_all_of_a_process_on_one_gpu_share_a_stream(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", enter)
-    stage_stream._stream.cache_clear()
-    try:
-        for name in ("cuda:0", "cuda:0", "cuda:1"):
-            with on_stage_stream(torch.device(name)):
-                pass
-    finally:
-        stage_stream._stream.cache_clear()
-    first, again, other = entered
-    assert first is again
-    assert (first.device.index, other.device.index) == (0, 1)
+    one, other = (StageStream(torch.device("cuda:0")) for _ in range(2))
+    for stage in (one, one, other):
+        with stage.entered():
+            pass
+    assert entered[0] is entered[1] is not entered[2]
+    assert {stream.device for stream in entered} == {torch.device("cuda:0")}
 
 
 def test_a_cpu_has_none() -> None:
-    with on_stage_stream(torch.device("cpu")):
+    with StageStream(torch.device("cpu")).entered():
         assert float(torch.ones(2).sum()) == 2
+
+
+@pytest.mark.parametrize(("current", "expected"), [("default", None), ("own", "own")])
+def test_graphs_are_captured_where_they_are_replayed(
+    current: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries give a stream a workspace: graphs captured on one stream must not be replayed side by side."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
+    assert graph_capture._capturing_stream(torch.device("cuda:0")) == expected
