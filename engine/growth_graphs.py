@@ -48,9 +48,10 @@ class GrowthGraphs:
         """
         for trees in sorted(sizes):
             outputs = torch.zeros(trees, self._hidden_size, dtype=self._dtype, device=self._device)
-            roots = torch.zeros(trees, 2 + self._max_pages, dtype=torch.int64, device=self._device)
-            graph = self._graph_pool.capture(partial(self._run, outputs, roots))
-            self._sizes.append(_Size(trees, outputs, roots, graph))
+            roots = torch.zeros(trees, 2, dtype=torch.int64, device=self._device)
+            tables = torch.zeros(trees, self._max_pages, dtype=torch.int32, device=self._device)
+            graph = self._graph_pool.capture(partial(self._run, outputs, roots, tables))
+            self._sizes.append(_Size(trees, outputs, roots, tables, graph))
         return sum(size.graph.num_bytes for size in self._sizes if size.graph is not None)
 
     def grow(
@@ -69,21 +70,18 @@ class GrowthGraphs:
         """
         count = len(starts)
         size = next(size for size in self._sizes if size.trees >= count)
-        rows = [
-            [0, start, *map(int, table[: self._max_pages]), *[0] * (self._max_pages - len(table))]
-            for start, table in zip(starts, tables, strict=True)
-        ]
-        rows += [[0] * (2 + self._max_pages)] * (size.trees - count)
-        size.roots.copy_(upload(rows, torch.int64, self._device))
+        lengths = [[0, start] for start in starts] + [[0, 0]] * (size.trees - count)
+        size.roots.copy_(upload(lengths, torch.int64, self._device))
         size.roots[:count, 0] = bonus_tokens
+        widest = min(self._max_pages, max(map(len, tables)))
+        pages = [[*table[:widest], *[0] * (widest - len(table))] for table in tables]
+        size.tables[:count, :widest] = upload(pages, torch.int32, self._device)
         size.outputs[:count] = outputs
-        trees = self._run(size.outputs, size.roots) if size.graph is None else size.graph.replay()
+        trees = self._run(size.outputs, size.roots, size.tables) if size.graph is None else size.graph.replay()
         return trees[:count]
 
-    def _run(self, outputs: Tensor, roots: Tensor) -> Tensor:
-        tokens, parents, counts = self._growth.grow(
-            outputs, roots[:, 0].contiguous(), roots[:, 1].int(), roots[:, 2:].int()
-        )
+    def _run(self, outputs: Tensor, roots: Tensor, tables: Tensor) -> Tensor:
+        tokens, parents, counts = self._growth.grow(outputs, roots[:, 0].contiguous(), roots[:, 1].int(), tables)
         return torch.cat((counts.unsqueeze(1), tokens, parents), dim=1)
 
 
@@ -92,11 +90,13 @@ class _Size:
     """A growth of one number of trees: where its inputs lie, and what captured it.
 
     Attributes:
-        roots: [trees, 2 + max_pages] int64: bonus token, committed length, page ids.
+        roots: [trees, 2] int64: bonus token, committed length.
+        tables: [trees, max_pages] int32 page ids; those that no committed slot reaches are what was there before.
         graph: None where it is not captured.
     """
 
     trees: int
     outputs: Tensor
     roots: Tensor
+    tables: Tensor
     graph: CapturedGraph | None

@@ -14,10 +14,11 @@ from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import Segment, StepPlan, StepResult, StepTokens
+from graftline.engine.prompt_graphs import PromptGraphs
 from graftline.engine.round_results import RoundReader
 from graftline.engine.stage_states import StageStates
 from graftline.engine.step_gate import StepGate
-from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
+from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
 from graftline.kernels.kv_compact import compact_kv
 from graftline.kernels.upload import upload
 
@@ -34,6 +35,7 @@ class Stage:
         last: what only the last stage does, or None.
         states: recurrent state of the linear layers among them, None without any.
         rounds: its part of decode rounds of fixed shape, None where there are none.
+        prompts: its captured steps of prompts, None where there are none; not beside states.
         gate: told when a step's KV is written.
     """
 
@@ -49,7 +51,9 @@ class Stage:
         device: torch.device,
         states: StageStates | None = None,
         rounds: DeviceRounds | None = None,
+        prompts: PromptGraphs | None = None,
     ) -> None:
+        assert states is None or prompts is None, "captured steps know no states"
         self._model = model
         self._pool = pool
         self._is_first = is_first
@@ -59,6 +63,7 @@ class Stage:
         self._device = device
         self._states = states
         self.rounds = rounds
+        self._prompts = prompts
         self._reader = RoundReader(rounds.state) if rounds is not None and last is not None else None
         self._pages: dict[int, list[int]] = {}
 
@@ -90,13 +95,7 @@ class Stage:
         if plan.round_size:
             return self._execute_round(plan, payload, emit)
         self._compact(plan.segments)
-        batch = self._batch(plan.segments)
-        states = None
-        if self._states is not None:
-            self._states.begin(plan)
-            states = self._states.step(batch, plan.segments)
-        hidden, earlier = self._enter(plan, payload)
-        hidden, captured = self._model.run_layers(hidden, batch, self._pool, self._capture, states)
+        hidden, captured, earlier = self._run_layers(plan, payload)
         features = [*earlier, *(captured[layer] for layer in self._capture)]
         self._gate.mark(plan.step, drafter=False)
         if self._last is None:
@@ -124,6 +123,23 @@ class Stage:
         self._reader.read(plan, output, emit)
         return None
 
+    def _run_layers(self, plan: StepPlan, payload: Tensor | None) -> tuple[Tensor, dict[int, Tensor], list[Tensor]]:
+        """(residual stream behind the layers, own features, earlier stages' features) of a planned step."""
+        segments = [
+            SegmentRows(segment.start, segment.num_rows, self._pages[segment.slot], segment.parents)
+            for segment in plan.segments
+        ]
+        if self._prompts is not None and self._prompts.takes(segments):
+            hidden, earlier = self._enter(plan, payload)
+            return *self._prompts.run(hidden, segments), earlier
+        batch = build_attention_batch(segments, self._pool.geometry.page_size, self._device)
+        states = None
+        if self._states is not None:
+            self._states.begin(plan)
+            states = self._states.step(batch, plan.segments)
+        hidden, earlier = self._enter(plan, payload)
+        return *self._model.run_layers(hidden, batch, self._pool, self._capture, states), earlier
+
     def _enter(self, plan: StepPlan, payload: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         if self._is_first:
             tokens = [token for segment in plan.segments for token in segment.tokens]
@@ -132,16 +148,6 @@ class Stage:
         assert payload.shape[0] == plan.num_rows, f"{payload.shape[0]} hidden rows for {plan.num_rows} planned"
         hidden, *features = torch.split(payload.to(self._device), self._model.config.hidden_size, dim=-1)
         return hidden.contiguous(), features
-
-    def _batch(self, segments: Sequence[Segment]) -> AttentionBatch:
-        return build_attention_batch(
-            [
-                SegmentRows(segment.start, segment.num_rows, self._pages[segment.slot], segment.parents)
-                for segment in segments
-            ],
-            self._pool.geometry.page_size,
-            self._device,
-        )
 
     def _compact(self, segments: Sequence[Segment]) -> None:
         """Moves the KV of accepted nodes to the end of the committed part, where it is not there already."""

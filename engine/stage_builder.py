@@ -30,6 +30,8 @@ from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.load import load_model
 from graftline.engine.models.qwen3_next_mtp import MtpModule
 from graftline.engine.models.target_model import TargetModel
+from graftline.engine.pages import num_pages_for
+from graftline.engine.prompt_graphs import PromptGraphs, prompt_sizes
 from graftline.engine.round_state import RoundState
 from graftline.engine.stage import Stage
 from graftline.engine.stage_states import StageStates
@@ -40,6 +42,7 @@ from graftline.engine.verify_state import build_verify_state
 from graftline.engine.warm_up import warm_up
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_backend import Attention, choose_attention
+from graftline.kernels.attention_kind import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ def build_stage(
     is_first, is_last = index == 0, index == config.num_stages - 1
     drafts = config.tree.speculates and config.draft_head is not None
     layers = config.stage_layers(index)
-    _, attention = choose_attention(config.attention_backend, device, dtype, target.head_dim)
+    backend, attention = choose_attention(config.attention_backend, device, dtype, target.head_dim)
     model = load_model(
         checkpoint,
         layers,
@@ -132,7 +135,11 @@ def build_stage(
         if device.type == "cuda":
             graph_bytes = rounds.capture(round_sizes(config.max_running))
     if drafter is not None and config.role is Role.PREFILL and config.cuda_graphs and device.type == "cuda":
-        graph_bytes = drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
+        graph_bytes += drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
+    prompts = None
+    if states is None and backend is not AttentionBackend.TORCH:
+        prompts = _build_prompts(config, index, model, pool)
+        graph_bytes += 0 if prompts is None else prompts.capture(prompt_sizes(config.chunk_tokens, config.max_running))
     if graph_bytes:
         logger.info("stage %d: captured graphs take %.0f MiB", index, graph_bytes / (1 << 20))
     stage = Stage(
@@ -145,12 +152,25 @@ def build_stage(
         device=device,
         states=states,
         rounds=rounds,
+        prompts=prompts,
     )
     pools = StagePools(index, pool, draft_pool, None if states is None else states.pool)
     _check_planned(config, target, pools, states)
     if device.type == "cuda":
         warm_up(stage, pools, config, target.context_length, payload_columns(config, target, index))
     return BuiltStage(stage, pools, gate, graph_bytes)
+
+
+def _build_prompts(config: EngineConfig, index: int, model: TargetModel, pool: KvPool) -> PromptGraphs | None:
+    """Steps of prompts that are captured: a prefill's, on a GPU."""
+    device, target = torch.device(config.stage_device(index)), model.config
+    if config.role is not Role.PREFILL or not config.cuda_graphs or device.type != "cuda":
+        return None
+    longest = min(target.context_length, config.num_pages * config.page_size)
+    max_pages = num_pages_for(longest, config.page_size)
+    return PromptGraphs(
+        model, pool, captured_layers(config, target, index), target.hidden_size, model.dtype, max_pages, device
+    )
 
 
 def payload_columns(config: EngineConfig, target: ModelConfig, stage: int) -> int | None:

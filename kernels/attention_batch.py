@@ -22,7 +22,8 @@ class AttentionBatch:
     ancestors within the segment in order of depth, then to itself.
 
     Attributes:
-        row_segment: [rows] segment of every row.
+        row_segment: [rows] segment of every row. On a GPU -1 for rows behind those of all segments, which fill a step
+            up to a size that was captured: their KV is not written, and what is computed for them is arbitrary.
         positions: [rows] absolute position of the row's token: L + depth in its tree.
         parents: [rows] local index of the parent row within the segment; -1 when the row follows slot L - 1.
         segment_rows: [segments + 1] rows of segment s are [segment_rows[s], segment_rows[s + 1]).

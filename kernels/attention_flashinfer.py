@@ -78,8 +78,12 @@ class FlashInferAttention:
     def __call__(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch | TreeBatch, scale: float
     ) -> Tensor:
-        """See `Attention`. What flashinfer has no kernels for goes to the Triton ones."""
-        if isinstance(batch, TreeBatch) or q.shape[2] not in FLASHINFER_HEAD_DIMS or q.dtype != torch.bfloat16:
+        """See `Attention`. What flashinfer has no kernels for goes to the Triton ones, as do batches of which the host
+        knows no segments.
+        """
+        if isinstance(batch, TreeBatch) or not batch.segments:
+            return paged_attention(q, k_pages, v_pages, batch, scale)
+        if q.shape[2] not in FLASHINFER_HEAD_DIMS or q.dtype != torch.bfloat16:
             return paged_attention(q, k_pages, v_pages, batch, scale)
         plan = self._plan(batch, (q.shape[1], *k_pages.shape[1:], scale))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

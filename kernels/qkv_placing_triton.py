@@ -21,8 +21,10 @@ def _slot(
         flat = tl.load(row_slots_ptr + row)
     else:
         segment = tl.load(row_segment_ptr + row).to(tl.int64)
-        slot = tl.load(segment_start_ptr + segment) + row - tl.load(segment_rows_ptr + segment)
-        page = tl.load(page_tables_ptr + segment * max_pages + slot // PAGE_SIZE).to(tl.int64)
+        is_real = segment >= 0
+        start = tl.load(segment_start_ptr + segment, mask=is_real, other=0)
+        slot = start + row - tl.load(segment_rows_ptr + segment, mask=is_real, other=0)
+        page = tl.load(page_tables_ptr + segment * max_pages + slot // PAGE_SIZE, mask=is_real, other=-1).to(tl.int64)
         flat = page * PAGE_SIZE + slot % PAGE_SIZE
     return flat
 

@@ -314,7 +314,7 @@ DEVICE void compute_product(
     int *turn) {
     enum {
         MAX_STEPS = 3,  // of 32 inputs, a warp and chunk
-        AHEAD = ROW_TILES == 1 ? 4 : 2,  // chunks whose inputs are on their way: L2 answers later than the ring
+        AHEAD = 2,  // chunks whose inputs are on their way: L2 answers later than the ring, and later still if asked for more
     };
     int inputs = inputs_of(product), chunk = chunk_of(product), group = group_of(product), tiles = tiles_of(product);
     int thread = thread_id(), warp = thread / LANES, lane = thread % LANES, grid = num_blocks();

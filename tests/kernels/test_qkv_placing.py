@@ -94,3 +94,34 @@ def test_misfits_are_named() -> None:
         place_qkv(normal(6, 96), *pages, batch, batch.positions[:3], *tables)
     with pytest.raises(ValueError, match="together"):
         place_qkv(normal(6, 96), *pages, batch, batch.positions, *tables, q_norm=normal(16))
+
+
+def test_rows_behind_all_segments_are_not_written() -> None:
+    """Steps that are filled up to the size of a captured one."""
+    sequences = PagedSequences([5, 0], 4, 2, 16, torch.float32, slack=8)
+    batch = sequences.batch([(0, 5, 3, None), (1, 0, 2, None)])
+    padded = replace(
+        batch,
+        row_segment=torch.cat((batch.row_segment, torch.full((3,), -1, dtype=torch.int32))),
+        positions=torch.cat((batch.positions, torch.zeros(3, dtype=torch.int32))),
+    )
+    qkv, angles = normal(8, 6 * 16, seed=3), normal(9, 8)
+    expected_pool, pool = sequences.pool.clone(), sequences.pool.to(DEVICE, copy=True)
+    tables = angles.cos(), angles.sin()
+    expected = place_qkv_reference(
+        qkv[:5], expected_pool[:, 0], expected_pool[:, 2], batch, batch.positions, *tables, None, None, 1e-5
+    )
+    there = batch_there(padded)
+    q = qkv_placing_triton.place_qkv(
+        qkv.to(DEVICE),
+        pool[:, 0],
+        pool[:, 2],
+        there,
+        there.positions,
+        *(x.to(DEVICE) for x in tables),
+        None,
+        None,
+        1e-5,
+    )
+    torch.testing.assert_close(q.cpu()[:5], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pool.cpu(), expected_pool, rtol=1e-5, atol=1e-6)

@@ -264,8 +264,8 @@ def test_takes_few_rows() -> None:
     assert not fits_kernel(batch(2, 9), SMALL, 132 * 8)
     assert not fits_kernel(batch(4, 1), SMALL, 7)  # a stream of KV for every sequence and KV head
     assert is_ahead(16, SMALL)
-    assert is_ahead(4, LARGE)
-    assert not is_ahead(5, LARGE)
+    assert is_ahead(8, LARGE)
+    assert not is_ahead(9, LARGE)
 
 
 @pytest.mark.parametrize(("sizes", "row_tiles"), [(replace(ODD, page_size=16), 2), (LARGE, 1)])

@@ -171,6 +171,30 @@ def test_attention_of_a_chunk_longer_than_a_tile() -> None:
     close(out, paged_attention_reference(q, sequences.k_pages, sequences.v_pages, batch, 0.25))
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_attention_of_a_step_that_is_filled_up(num_splits: int) -> None:
+    """Rows behind all segments, and segments without rows: what a captured step has where there are fewer prompts."""
+    sequences = PagedSequences([40, 0], 16, 1, 16, torch.float32, slack=80)
+    batch = sequences.batch([(0, 33, 20, None), (1, 0, 7, None)])
+
+    def longer(values: Tensor, *more: int) -> Tensor:
+        return torch.cat((values, torch.tensor(more, dtype=torch.int32)))
+
+    filled = replace(
+        batch,
+        row_segment=longer(batch.row_segment, *[-1] * 5),
+        positions=longer(batch.positions, *[0] * 5),
+        segment_rows=longer(batch.segment_rows, 27, 27),
+        segment_start=longer(batch.segment_start, 0, 0),
+        page_tables=torch.cat((batch.page_tables, torch.full_like(batch.page_tables, 10**6))),
+    )
+    q = normal(32, 2, 16, seed=5)
+    pool = there(sequences.pool)
+    with poisoned_allocations():
+        out = attention_triton.paged_attention(there(q), pool[:, 0], pool[:, 2], batch_there(filled), 0.25, num_splits)
+    close(out[:27], paged_attention_reference(q[:27], sequences.k_pages, sequences.v_pages, batch, 0.25))
+
+
 def rows_there(rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return tuple(map(there, (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)))
 

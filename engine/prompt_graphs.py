@@ -1,0 +1,186 @@
+"""A stage's layers over chunks of prompts, captured: a step of few rows waits for some nine launches a layer otherwise.
+
+A step is padded to one of a few sizes. Padding rows belong to no prompt: they are computed for nothing and written
+nowhere. Attention is Triton's here, whose kernels read all they need to know on the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from graftline.engine.graph_capture import CapturedGraph, GraphPool
+from graftline.engine.kv_pool import KvPool
+from graftline.engine.models.target_model import TargetModel
+from graftline.engine.pages import num_pages_for
+from graftline.kernels.attention_batch import AttentionBatch, SegmentRows
+from graftline.kernels.upload import upload
+
+MAX_ROWS = 512
+"""Beyond, the device is busy for longer than the host needs to launch."""
+_LEAST_ROWS = 16
+_PROMPTS = 16  # at most; each size is captured for one prompt too, whose attention is cut differently
+
+
+def prompt_sizes(chunk_tokens: int, max_running: int) -> list[tuple[int, int]]:
+    """(rows, prompts) of the steps that are captured: powers of two, and the largest there can be."""
+    most = min(chunk_tokens, MAX_ROWS)
+    rows = [_LEAST_ROWS]
+    while rows[-1] * 2 < most:
+        rows.append(rows[-1] * 2)
+    if most > rows[-1]:
+        rows.append(most)
+    return [(count, prompts) for count in rows for prompts in sorted({1, min(_PROMPTS, max_running)})]
+
+
+class PromptGraphs:
+    """Captured steps of one stage; calls come from one thread and one stream.
+
+    Args:
+        capture: features that the stage must take; see `Stage`.
+        hidden_size: columns of the residual stream.
+        dtype: of the residual stream.
+        max_pages: of a prompt.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        pool: KvPool,
+        capture: Sequence[int],
+        hidden_size: int,
+        dtype: torch.dtype,
+        max_pages: int,
+        device: torch.device,
+        *,
+        captures: bool = True,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._capture = tuple(capture)
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._max_pages = max_pages
+        self._device = device
+        self._graph_pool = GraphPool(device, captures=captures)
+        self._sizes: list[_Size] = []
+
+    def capture(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Warms steps of these (rows, prompts) up and, on CUDA, captures them. Only padding is computed.
+
+        Returns:
+            Bytes of device memory that the graphs took.
+        """
+        num_bytes = 0
+        for rows, prompts in sorted(sizes, reverse=True):  # the largest first: the others' memory fits into its pool
+            size = _Size(rows, prompts, *self._inputs(rows, prompts))
+            size.graph = self._graph_pool.capture(partial(self._run, size))
+            num_bytes += 0 if size.graph is None else size.graph.num_bytes
+            self._sizes.insert(0, size)
+        return num_bytes
+
+    def takes(self, segments: Sequence[SegmentRows]) -> bool:
+        """Whether there is a size for a step: prompts alone, no trees."""
+        return self._size_of(segments) is not None and all(segment.parents is None for segment in segments)
+
+    def run(self, hidden: Tensor, segments: Sequence[SegmentRows]) -> tuple[Tensor, dict[int, Tensor]]:
+        """As `TargetModel.run_layers`, for a step that `takes` says yes to; the next one overwrites what it gives."""
+        size = self._size_of(segments)
+        assert size is not None, "a step that is not captured"
+        rows = hidden.shape[0]
+        numbers, tables = pad_prompts(segments, size.rows, size.prompts, self._pool.geometry.page_size)
+        size.numbers.copy_(upload(numbers, torch.int32, self._device))
+        size.tables[: len(tables), : len(tables[0])] = upload(tables, torch.int32, self._device)
+        size.hidden[:rows] = hidden
+        if size.graph is None:
+            self._run(size)
+        else:
+            size.graph.replay()
+        return size.outputs[0][:rows], {
+            layer: output[:rows] for layer, output in zip(self._capture, size.outputs[1:], strict=True)
+        }
+
+    def _size_of(self, segments: Sequence[SegmentRows]) -> "_Size | None":
+        rows = sum(segment.num_rows for segment in segments)
+        return next((size for size in self._sizes if size.rows >= rows and size.prompts >= len(segments)), None)
+
+    def _inputs(self, rows: int, prompts: int) -> tuple[Tensor, Tensor, Tensor]:
+        numbers, _ = pad_prompts([], rows, prompts, self._pool.geometry.page_size)
+        return (
+            torch.zeros(rows, self._hidden_size, dtype=self._dtype, device=self._device),
+            upload(numbers, torch.int32, self._device),
+            torch.zeros(prompts, self._max_pages, dtype=torch.int32, device=self._device),
+        )
+
+    def _run(self, size: "_Size") -> Tensor:
+        hidden, captured = self._model.run_layers(size.hidden, size.batch(self._pool), self._pool, self._capture)
+        size.outputs = (hidden, *(captured[layer] for layer in self._capture))
+        return hidden
+
+
+@dataclass(slots=True, eq=False)
+class _Size:
+    """Steps of one size: where their inputs and outputs lie, and what captured them.
+
+    Attributes:
+        numbers: int32, what `pad_prompts` gives.
+        tables: [prompts, max_pages] int32 page ids.
+        outputs: residual stream behind the layers, then features.
+        graph: None where it is not captured.
+    """
+
+    rows: int
+    prompts: int
+    hidden: Tensor
+    numbers: Tensor
+    tables: Tensor
+    outputs: tuple[Tensor, ...] = ()
+    graph: CapturedGraph | None = None
+
+    def batch(self, pool: KvPool) -> AttentionBatch:
+        """The step's rows; its segments are known on the device alone."""
+        rows, prompts = self.rows, self.prompts
+        parts = torch.split(self.numbers, [rows, rows, prompts + 1, prompts])
+        row_segment, positions, segment_rows, starts = parts
+        return AttentionBatch(
+            row_segment=row_segment,
+            positions=positions,
+            parents=positions,  # of a chain nobody asks
+            segment_rows=segment_rows,
+            segment_start=starts,
+            page_tables=self.tables,
+            page_size=pool.geometry.page_size,
+            is_chain=True,
+        )
+
+
+def pad_prompts(
+    segments: Sequence[SegmentRows], rows: int, prompts: int, page_size: int
+) -> tuple[list[int], list[list[int]]]:
+    """A step as numbers for its size.
+
+    Returns:
+        (segment of every row, -1 for padding; position of every row; first row of every segment, and the end of the
+        last one, `prompts` + 1 in all; committed length of every segment), one after the other; page ids of the real
+        segments, as many as their rows reach, padded to one length.
+    """
+    row_segment: list[int] = []
+    positions: list[int] = []
+    first_rows = [0]
+    for index, segment in enumerate(segments):
+        row_segment += [index] * segment.num_rows
+        positions += range(segment.start, segment.start + segment.num_rows)
+        first_rows.append(len(positions))
+    padding = rows - len(positions)
+    starts = [segment.start for segment in segments]
+    missing = prompts - len(segments)
+    numbers = [*row_segment, *[-1] * padding, *positions, *[0] * padding]
+    numbers += [*first_rows, *[first_rows[-1]] * missing, *starts, *[0] * missing]
+    counts = [num_pages_for(segment.start + segment.num_rows, page_size) for segment in segments]
+    widest = max(counts, default=0)
+    tables = [
+        [*segment.page_ids[:count], *[0] * (widest - count)] for segment, count in zip(segments, counts, strict=True)
+    ]
+    return numbers, tables

@@ -1,0 +1,97 @@
+"""Steps of prompts, padded to sizes that were captured."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftline.engine.kv_pool import KvGeometry, KvPool
+from graftline.engine.models.target_model import KvViews, StateViews
+from graftline.engine.prompt_graphs import PromptGraphs, pad_prompts, prompt_sizes
+from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
+from graftline.kernels.tree_batch import RowBatch
+
+CPU = torch.device("cpu")
+PAGE = 4
+SEGMENTS = [SegmentRows(6, 3, [5, 2, 9, 7]), SegmentRows(0, 5, [1, 3])]
+
+
+class Layers:
+    """Stands for a model: remembers its batches, and answers with what tells rows apart."""
+
+    def __init__(self) -> None:
+        self.batches: list[RowBatch] = []
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        batch: RowBatch,
+        kv: KvViews,
+        capture: tuple[int, ...] = (),
+        states: StateViews | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self.batches.append(batch)
+        return hidden + 1, {layer: hidden * layer for layer in capture}
+
+
+def graphs(layers: Layers, capture: tuple[int, ...] = ()) -> PromptGraphs:
+    pool = KvPool(KvGeometry(1, PAGE, 1, 8, torch.float32), 10, layers=(0,))
+    return PromptGraphs(layers, pool, capture, 2, torch.float32, 6, CPU)  # type: ignore[arg-type]
+
+
+def test_a_step_is_padded() -> None:
+    numbers, tables = pad_prompts(SEGMENTS, 16, 4, PAGE)
+    whole = build_attention_batch(SEGMENTS, PAGE)
+    row_segment, positions, first_rows, starts = torch.tensor(numbers).split([16, 16, 5, 4])
+    assert row_segment.tolist() == whole.row_segment.tolist() + [-1] * 8
+    assert positions.tolist() == whole.positions.tolist() + [0] * 8
+    assert first_rows.tolist() == [*whole.segment_rows.tolist(), 8, 8]
+    assert starts.tolist() == [6, 0, 0, 0]
+    assert tables == [[5, 2, 9], [1, 3, 0]]
+
+
+def test_padding_alone_is_a_step() -> None:
+    numbers, tables = pad_prompts([], 2, 1, PAGE)
+    assert numbers == [-1, -1, 0, 0, 0, 0, 0]
+    assert tables == []
+
+
+@pytest.mark.parametrize(
+    ("chunk", "running", "expected"),
+    [
+        (4096, 1, [(16, 1), (32, 1), (64, 1), (128, 1), (256, 1), (512, 1)]),
+        (40, 3, [(16, 1), (16, 3), (32, 1), (32, 3), (40, 1), (40, 3)]),
+        (1, 64, [(16, 1), (16, 16)]),
+    ],
+)
+def test_sizes(chunk: int, running: int, expected: list[tuple[int, int]]) -> None:
+    assert prompt_sizes(chunk, running) == expected
+
+
+def test_takes_prompts_that_fit() -> None:
+    steps = graphs(Layers())
+    assert not steps.takes(SEGMENTS)
+    assert steps.capture([(16, 1), (16, 2)]) == 0
+    assert steps.takes(SEGMENTS)
+    assert steps.takes(SEGMENTS[:1])
+    assert not steps.takes([*SEGMENTS, SEGMENTS[0]])
+    assert not steps.takes([SegmentRows(0, 17, [0, 1, 2, 3, 4])])
+    assert not steps.takes([SegmentRows(0, 2, [0], [-1, -1])])
+
+
+def test_rows_come_back_without_padding() -> None:
+    layers = Layers()
+    steps = graphs(layers, capture=(3, 5))
+    steps.capture([(16, 2), (32, 2), (16, 1)])
+    seen = len(layers.batches)
+    hidden = torch.arange(16, dtype=torch.float32).view(8, 2)
+    out, features = steps.run(hidden, SEGMENTS)
+    assert out.equal(hidden + 1)
+    assert features[3].equal(hidden * 3)
+    assert features[5].equal(hidden * 5)
+    (batch,) = layers.batches[seen:]
+    assert (batch.num_rows, batch.page_tables.shape) == (16, (2, 6))
+    assert batch.page_tables[:, :3].tolist() == [[5, 2, 9], [1, 3, 0]]
+    short, _ = steps.run(hidden[:2], [SegmentRows(4, 2, [4, 8])])
+    assert short.equal(hidden[:2] + 1)
+    alone = layers.batches[-1]
+    assert (alone.num_rows, alone.page_tables.shape) == (16, (1, 6))
