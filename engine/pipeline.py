@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from graftline.engine.config import EngineConfig, StageMode
+from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.engine.links import HubLinks, LocalLink, QueuedSender, Receiver, Sender, StageLinks
 from graftline.engine.links_distributed import DistributedLink, connect_stages, leave_job
 from graftline.engine.links_payload import Payloads
@@ -297,7 +297,8 @@ class Pipeline:
     ) -> None:
         control = LocalLink()
         self._controls.append(control)
-        stream = StageStream(torch.device(self._config.stage_device(stage)))
+        device = torch.device(self._config.stage_device(stage))
+        stream = StageStream(device, urgent=self._config.role is Role.PREFILL)
         with stream.entered():
             built = build_stage(self._config, stage, round_state, returns)
             port = self._make_port(stage)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from graftline.engine.config import EngineConfig
+from graftline.engine.config import EngineConfig, Role
 from graftline.engine.links import QueuedSender, StageLinks
 from graftline.engine.links_distributed import connect_stages, leave_job
 from graftline.engine.pipeline import STAGE_CONFIG_VARIABLE, joined_key
@@ -67,7 +67,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     assert star.control is not None
     assert star.results is not None
     assert star.reports is not None
-    stream = StageStream(device)
+    stream = StageStream(device, urgent=config.role is Role.PREFILL)
     try:
         with stream.entered():
             built = build_stage(config, stage, returns=ends.returns)

@@ -12,8 +12,9 @@ from graftline.engine.stage_stream import StageStream
 class Stream:
     """Stands for a stream of a GPU that is not there."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int) -> None:
         self.device = device
+        self.priority = priority
 
 
 def test_every_stage_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,12 +26,14 @@ def test_every_stage_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", enter)
-    one, other = (StageStream(torch.device("cuda:0")) for _ in range(2))
+    device = torch.device("cuda:0")
+    one, other = StageStream(device), StageStream(device, urgent=True)
     for stage in (one, one, other):
         with stage.entered():
             pass
     assert entered[0] is entered[1] is not entered[2]
-    assert {stream.device for stream in entered} == {torch.device("cuda:0")}
+    assert {stream.device for stream in entered} == {device}
+    assert entered[2].priority < entered[0].priority, "as CUDA counts them"
 
 
 def test_a_cpu_has_none() -> None:
