@@ -18,7 +18,7 @@ import torch
 
 from graftline.engine.kv_pool import KvGeometry, KvPool
 from graftline.engine.plan import SendDone, SendOrder, SentPool
-from graftline.engine.transfer_port import Sending, StagePools
+from graftline.engine.transfer_port import Sending, StagePools, page_runs
 from graftline.kv_transfer.layout import StageLayout
 from graftline.kv_transfer.mooncake_engine import intra_node_config
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
@@ -106,8 +106,10 @@ class Case:
 CASES = (
     Case("one order"),
     Case("one order of 64 pages", num_pages=64),
+    Case("one order of 1024 pages", num_pages=1024),
     Case("one order of 64 scattered pages", num_pages=64, scattered=True),
     Case("8 orders at once", num_orders=8),
+    Case("8 orders of 1024 pages at once", num_orders=8, num_pages=1024),
     Case("one order, copies take 50 us", copy_us=50),
     Case("8 orders at once, copies take 50 us", num_orders=8, copy_us=50),
     Case("one order, data are there later", late=True),
@@ -160,10 +162,8 @@ def _give(port: StagePort, case: Case) -> tuple[float, float]:
             end_s = time.perf_counter()
             answered.set()
 
-    step = 2 if case.scattered else 1
     orders = [
-        SendOrder(index, "bench", _PEER, 0, SentPool.TARGET, [(step * page, step * page) for page in pages])
-        for index, pages in enumerate(_pages(case))
+        SendOrder(index, "bench", _PEER, 0, SentPool.TARGET, _runs(case, index)) for index in range(case.num_orders)
     ]
     ready = computed.wait if case.late else lambda timeout_s: True
     given_s = time.perf_counter()
@@ -177,10 +177,11 @@ def _give(port: StagePort, case: Case) -> tuple[float, float]:
     return given_s, end_s
 
 
-def _pages(case: Case) -> list[range]:
-    return [
-        range(first, first + case.num_pages) for first in range(0, case.num_orders * case.num_pages, case.num_pages)
-    ]
+def _runs(case: Case, index: int) -> list[tuple[int, int, int]]:
+    """Of one of the case's orders; no two share pages."""
+    step = 2 if case.scattered else 1
+    pages = range(step * index * case.num_pages, step * (index + 1) * case.num_pages, step)
+    return page_runs(pages, pages)
 
 
 def _paired_port(engine: StandIn, num_pages: int) -> StagePort:

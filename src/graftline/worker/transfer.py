@@ -158,7 +158,7 @@ class StagePort:
             self._refuse(sending, refused or InvalidRequestError("peer", f"{order.peer} is not paired"))
             return []
         kinds = _KINDS[order.pool]
-        sessions = planner.sessions(kinds) if order.units else ()
+        sessions = planner.sessions(kinds) if order.runs else ()
         if not sessions:  # a stage without layers of this kind
             sending.done(self._answer(order, TransferOutcome(None, drained=True)))
             return []
@@ -169,7 +169,7 @@ class StagePort:
             TransferJob(
                 order.owner,
                 session_id,
-                partial(planner.plan, session_id, kinds, order.units),
+                partial(planner.plan, session_id, kinds, order.runs),
                 deadline_s,
                 done,
                 sending.ready,
@@ -216,7 +216,8 @@ class StagePort:
     def _digest_of(self, order: SendOrder) -> bytes:
         if not self._kv_digest or self._layout is None:
             return b""
-        return digest_units(self._layout, _KINDS[order.pool], order.units)
+        units = [(src + step, dst + step) for src, dst, length in order.runs for step in range(length)]
+        return digest_units(self._layout, _KINDS[order.pool], units)
 
 
 def _enter(device: torch.device) -> None:
