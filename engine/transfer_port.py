@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.plan import SendDone, SendOrder, SentPool
@@ -25,8 +25,7 @@ class StagePools:
     states: StatePool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sending:
+class Sending(NamedTuple):
     """An order to a port.
 
     Attributes:

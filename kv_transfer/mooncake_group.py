@@ -17,7 +17,7 @@ class MooncakeGroup:
     """A `WriteGroup`.
 
     Args:
-        prepare: checks the sources of copies, and cuts those that are too long.
+        prepare: checks the sources of copies that have so many bytes in all, and cuts those that are too long.
         enter: counts a writer and gives the peer's session, or raises because the transport is closed.
         leave: takes the count back.
     """
@@ -25,7 +25,7 @@ class MooncakeGroup:
     def __init__(
         self,
         writes: Sequence[GroupedWrite],
-        prepare: Callable[[Sequence[Copy]], Sequence[Copy]],
+        prepare: Callable[[Sequence[Copy], int], Sequence[Copy]],
         enter: Callable[[], Session],
         leave: Callable[[], None],
     ) -> None:
@@ -111,13 +111,14 @@ class MooncakeGroup:
             copies = write.start()
             if copies is None:
                 continue
+            num_bytes = sum([copy.num_bytes for copy in copies])
             try:
-                copies = self._prepare(copies)
+                copies = self._prepare(copies, num_bytes)
             except InvalidRequestError as error:
                 write.end(error, 0.0)
                 continue
             if copies:
-                yield WriteState(write, copies, sum([copy.num_bytes for copy in copies]), write.deadline_s)
+                yield WriteState(write, copies, num_bytes, write.deadline_s)
             else:
                 write.end(None, 0.0)
 

@@ -37,13 +37,12 @@ class PeerRoute:
         self._name = name
         self._all = tuple(ways)
         self._left = list(ways)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards changes of _left
 
     @property
     def way(self) -> Way:
         """The one to write by."""
-        with self._lock:
-            return self._left[0]
+        return self._left[0]
 
     def give_up(self, way: Way, error: GraftlineError) -> bool:
         """A way refused a write; whether there is another one."""

@@ -32,7 +32,7 @@ class RoutedTransport:
         self._ways = dict(ways)
         self._host_id = host_id
         self._routes: dict[str, PeerRoute] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards changes of _routes
 
     @property
     def session_id(self) -> str:
@@ -98,9 +98,7 @@ class RoutedTransport:
 
     def _route_to(self, session_id: str) -> PeerRoute:
         """That of a reached stage; by the common way to any other session."""
-        with self._lock:
-            route = self._routes.get(session_id)
-        return route or self._common_route(session_id)
+        return self._routes.get(session_id) or self._common_route(session_id)
 
     def _common_route(self, session_id: str) -> PeerRoute:
         path, way = list(self._ways.items())[-1]

@@ -174,7 +174,8 @@ class MemoryRegions:
     def _one_holds(self, copies: Sequence[Copy]) -> bool:
         """Whether one region holds everything from the first to the last byte: for many copies the quick answer."""
         if len(copies) == 1:
-            return self.contains(copies[0].src_address, copies[0].num_bytes)
+            ((address, _, num_bytes),) = copies
+            return self.contains(address, num_bytes)
         if not copies or min([num_bytes for _, _, num_bytes in copies]) <= 0:
             return False
         first = min([address for address, _, _ in copies])
