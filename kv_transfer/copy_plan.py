@@ -111,11 +111,13 @@ class CopyPlanner:
             InvalidRequestError: an id of the peer that its pool does not have, or one that is repeated.
         """
         segments = self._segments_of(kinds)[session_id]
-        if len(runs) > 1:
-            _require_distinct(runs)
+        if len(runs) == len(segments) == 1 and segments[0].spans_units:
+            return [_whole_copy(segments[0], runs[0])]
+        columns = _Columns.of(runs)
+        _require_distinct(columns)
         if len(segments) == 1:
-            return _copies(segments[0], runs)
-        return [copy for segment in segments for copy in _copies(segment, runs)]
+            return _copies(segments[0], columns)
+        return [copy for segment in segments for copy in _copies(segment, columns)]
 
     def _segments_of(self, kinds: frozenset[BufferKind]) -> dict[str, tuple[_Segment, ...]]:
         found = self._segments.get(kinds)
@@ -205,37 +207,72 @@ def _joined(segments: Iterable[_Segment]) -> Iterator[_Segment]:
         yield current
 
 
-def _require_distinct(runs: Sequence[Run]) -> None:
+class _Columns(NamedTuple):
+    """Runs side by side, for many of them: what is done in C for a column takes a fraction of a look at every run.
+
+    Attributes:
+        are_single: every run is one unit.
+    """
+
+    srcs: Sequence[int]
+    dsts: Sequence[int]
+    lengths: Sequence[int]
+    are_single: bool
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "_Columns":
+        srcs, dsts, lengths = zip(*runs, strict=True)
+        assert min(lengths) > 0, "a run without units"
+        return cls(srcs, dsts, lengths, max(lengths) == 1)
+
+    @property
+    def src_end(self) -> int:
+        return max(self.srcs) + 1 if self.are_single else max(map(add, self.srcs, self.lengths))
+
+    @property
+    def dst_end(self) -> int:
+        return max(self.dsts) + 1 if self.are_single else max(map(add, self.dsts, self.lengths))
+
+    def as_units(self) -> "_Columns":
+        """The same units as runs of one each."""
+        if self.are_single:
+            return self
+        runs = zip(self.srcs, self.dsts, self.lengths, strict=True)
+        return _Columns.of([(src + step, dst + step, 1) for src, dst, length in runs for step in range(length)])
+
+
+def _require_distinct(runs: _Columns) -> None:
+    if runs.are_single and len(set(runs.dsts)) == len(runs.dsts):
+        return
     end: int | None = None
-    for dst, length in sorted([(dst, length) for _, dst, length in runs]):
+    for dst, length in sorted(zip(runs.dsts, runs.lengths, strict=True)):
         if end is not None and dst < end:
             raise InvalidRequestError("destination units", f"{dst} is repeated")
         end = dst + length
 
 
-def _copies(segment: _Segment, runs: Sequence[Run]) -> list[Copy]:
+def _whole_copy(segment: _Segment, run: Run) -> Copy:
+    """Of a segment that fills its units."""
+    src, dst, length = run
+    _require_range(segment, src, src + length, dst, dst + length)
+    return Copy(
+        segment.src_base + src * segment.src_stride,
+        segment.dst_base + dst * segment.dst_stride,
+        segment.num_bytes * length,
+    )
+
+
+def _copies(segment: _Segment, runs: _Columns) -> list[Copy]:
     """One copy a run when the segment fills its units, else one a unit."""
     src_base, src_stride, num_bytes = segment.src_base, segment.src_stride, segment.num_bytes
     dst_base, dst_stride = segment.dst_base, segment.dst_stride
-    if len(runs) == 1 and segment.spans_units:
-        ((src, dst, length),) = runs
-        _require_range(segment, src, src + length, dst, dst + length)
-        return [Copy(src_base + src * src_stride, dst_base + dst * dst_stride, num_bytes * length)]
-    srcs, dsts, lengths = zip(*runs, strict=True)
-    assert min(lengths) > 0, "a run without units"
-    src_end, dst_end = max(map(add, srcs, lengths)), max(map(add, dsts, lengths))
-    _require_range(segment, min(srcs), src_end, min(dsts), dst_end)
-    if not segment.spans_units and max(lengths) > 1:
-        srcs, dsts, lengths = zip(*_single_units(runs), strict=True)
+    _require_range(segment, min(runs.srcs), runs.src_end, min(runs.dsts), runs.dst_end)
+    srcs, dsts, lengths, are_single = runs if segment.spans_units else runs.as_units()
     sources = [src_base + src * src_stride for src in srcs]
     targets = [dst_base + dst * dst_stride for dst in dsts]
-    sizes = [num_bytes * length for length in lengths]
-    # What Copy(...) does, without a call in Python for each: with many pages that is most of a plan.
+    sizes = [num_bytes] * len(lengths) if are_single else [num_bytes * length for length in lengths]
+    # What Copy(...) does, without a call in Python for each.
     return list(map(tuple.__new__, repeat(Copy), zip(sources, targets, sizes, strict=True)))
-
-
-def _single_units(runs: Sequence[Run]) -> list[Run]:
-    return [(src + step, dst + step, 1) for src, dst, length in runs for step in range(length)]
 
 
 def _require_range(segment: _Segment, first_src: int, src_end: int, first_dst: int, dst_end: int) -> None:

@@ -7,6 +7,7 @@ anything else sees it.
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from operator import add
 from typing import Protocol
 
 from graftline.errors import GraftlineError, InvalidRequestError
@@ -176,10 +177,12 @@ class MemoryRegions:
         if len(copies) == 1:
             ((address, _, num_bytes),) = copies
             return self.contains(address, num_bytes)
-        if not copies or min([num_bytes for _, _, num_bytes in copies]) <= 0:
+        if not copies:
             return False
-        first = min([address for address, _, _ in copies])
-        end = max([address + num_bytes for address, _, num_bytes in copies])
+        addresses, _, sizes = zip(*copies, strict=True)
+        if min(sizes) <= 0:
+            return False
+        first, end = min(addresses), max(map(add, addresses, sizes))
         return self.contains(first, end - first)
 
     @property
