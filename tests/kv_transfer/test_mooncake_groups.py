@@ -9,7 +9,7 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from graftline.errors import GraftlineError, InvalidRequestError, TransferFailedError
-from graftline.kv_transfer import mooncake_group
+from graftline.kv_transfer import mooncake_attempt, mooncake_group, mooncake_session
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.mooncake_engine import MooncakeConfig
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
@@ -330,6 +330,47 @@ def test_a_write_that_waited_for_something_else_does_not_make_later_ones_slow(en
     transport.begin(PEER, group.writes).finish()
     assert group.order == [0]
     assert time.monotonic() < began_s + 0.1
+
+
+class _Clock:
+    """Stands in for `time`: looking at it takes a microsecond, and every sleep takes too long by as much as told."""
+
+    def __init__(self, oversleep_s: float) -> None:
+        self.now_s = 0.0
+        self.num_sleeps = 0
+        self._oversleep_s = oversleep_s
+
+    def monotonic(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.num_sleeps += 1
+        self.now_s += seconds + self._oversleep_s
+
+
+@pytest.mark.parametrize("oversleep_s", [0.0, 300e-6, 3e-3])
+def test_sleeping_is_left_off_as_early_as_it_is_inexact(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, oversleep_s: float
+) -> None:
+    """Whoever sleeps past a write's end takes the way for slower than it is, and sleeps even longer the next time."""
+    transport, clock = opened(engine), _Clock(oversleep_s)
+    for module in (mooncake_attempt, mooncake_session):
+        monkeypatch.setattr(module, "time", clock)
+    copy_s, end_s = 500e-6, 0.0
+
+    def submit(target: str, address: int) -> None:
+        nonlocal end_s
+        end_s = clock.now_s + copy_s
+
+    engine.submit = submit
+    engine.status = lambda target, address, looks: int(clock.now_s >= end_s)
+    late_s = []
+    for _ in range(200):
+        transport.begin(PEER, Group(1, 64 * MIB).writes).finish()
+        late_s.append(clock.now_s - end_s)
+    assert sorted(late_s)[150] < 20e-6
+    assert clock.num_sleeps > 0
 
 
 def test_a_first_contact_says_nothing_of_the_way(engine: ScriptedEngine) -> None:
