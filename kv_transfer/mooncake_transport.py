@@ -23,7 +23,7 @@ from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.mooncake_engine import Engine, MooncakeConfig, start_engine
 from graftline.kv_transfer.mooncake_group import LoneWrite, MooncakeGroup
 from graftline.kv_transfer.mooncake_session import MAX_SPELLINGS, Session
-from graftline.kv_transfer.transport import GroupedWrite, MemoryRegions
+from graftline.kv_transfer.transport import GroupedWrite, MemoryRegions, Refused
 
 _CLOSING_PAUSE_S = 500e-6
 
@@ -78,9 +78,9 @@ class MooncakeTransport:
         self.begin(session_id, (alone,)).finish()
         alone.raise_error()
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> MooncakeGroup:
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> MooncakeGroup:
         """See `Transport`. A group has one turn."""
-        return MooncakeGroup(writes, self._prepare, lambda: self._enter(session_id), self._leave)
+        return MooncakeGroup(writes, self._prepare, lambda: self._enter(session_id), self._leave, refused)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""

@@ -14,7 +14,7 @@ from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.layout import StageLayout, WorkerLayout
 from graftline.kv_transfer.peer_route import PeerRoute, Way
 from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath, common_paths
-from graftline.kv_transfer.transport import GroupedWrite, Transport, WriteGroup
+from graftline.kv_transfer.transport import GroupedWrite, Refused, Transport, WriteGroup
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ class RoutedTransport:
         """See `Transport`."""
         self._route_to(session_id).write(copies, deadline_s)
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
         """See `Transport`."""
-        return self._route_to(session_id).begin(writes)
+        return self._route_to(session_id).begin(writes, refused)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""

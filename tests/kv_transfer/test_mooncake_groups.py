@@ -15,6 +15,7 @@ from graftline.kv_transfer.mooncake_engine import MooncakeConfig
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
 from graftline.kv_transfer.transfer_job import TransferJob, TransferOutcome
 from graftline.kv_transfer.transfer_worker import TransferWorker
+from graftline.kv_transfer.transport import GroupedWrite
 
 BASE, TARGET, MIB = 1 << 32, 1 << 44, 1 << 20
 PEER = "10.0.0.1:15001"
@@ -398,6 +399,22 @@ def test_what_an_engine_does_not_take_at_a_peer_that_answers_is_refused(engine: 
             transport.write(PEER, [Copy(BASE, TARGET, 16)], time.monotonic() + PATIENCE_S)
         errors = [caught.value]
     assert all(isinstance(error, TransferFailedError) and error.refused and error.drained for error in errors)
+
+
+def test_a_refused_write_that_is_taken_over_has_not_ended(engine: ScriptedEngine) -> None:
+    """All its copies are handed on: the engine took none."""
+    transport, group = opened(engine, copies_per_batch=2), Group(3, 16, copies_each=3)
+    engine.refuses = lambda target, copies: any((source - BASE) >> 36 < 2 for source, _, _ in copies)
+    handed_on: dict[GroupedWrite, list[Copy]] = {}
+
+    def refused(write: GroupedWrite, copies: Sequence[Copy], error: TransferFailedError) -> bool:
+        handed_on[write] = list(copies)
+        return write is not group[1]
+
+    transport.begin(PEER, group.writes, refused).finish()
+    assert handed_on == {group[0]: group[0].copies, group[1]: group[1].copies}
+    assert group.failed == {1: True}
+    assert sorted(group.order) == [1, 2]
 
 
 @pytest.mark.parametrize("how", ["gone", "taken", "too late", "slow"])
