@@ -20,7 +20,7 @@ from graftline.engine.kv_pool import KvGeometry, KvPool
 from graftline.engine.plan import SendDone, SendOrder, SentPool
 from graftline.engine.transfer_port import Sending, StagePools, page_runs
 from graftline.kv_transfer.layout import StageLayout
-from graftline.kv_transfer.mooncake_engine import intra_node_config
+from graftline.kv_transfer.mooncake_engine import MooncakeConfig, intra_node_config
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
 from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath, host_id
 from graftline.kv_transfer.routed_transport import RoutedTransport
@@ -29,7 +29,8 @@ from graftline.worker.facts import encode_peer
 from graftline.worker.transfer import StagePort
 
 _GEOMETRY = KvGeometry(4, 16, 2, 16, torch.float32)
-_PEER, _SESSION = "peer", "127.0.0.1:15999"
+_HOST, _PEER = "127.0.0.1", "peer"
+_SESSIONS = (f"{_HOST}:15998", f"{_HOST}:15999")
 _TIMEOUT_S = 30.0
 
 
@@ -185,13 +186,17 @@ def _runs(case: Case, index: int) -> list[tuple[int, int, int]]:
 
 
 def _paired_port(engine: StandIn, num_pages: int) -> StagePort:
-    transport = MooncakeTransport(intra_node_config("127.0.0.1"), lambda _: engine)
-    routed = RoutedTransport({TransferPath.INTRA_NODE_GPU: transport}, host_id())
+    """With two ways to the peer, as a stage on a GPU has to others on its host."""
+    ways = {
+        TransferPath.INTRA_NODE_GPU: MooncakeTransport(intra_node_config(_HOST), lambda _: engine),
+        TransferPath.TCP: MooncakeTransport(MooncakeConfig(_HOST), lambda _: engine),
+    }
+    routed = RoutedTransport(ways, host_id())
     port = StagePort(0, lambda _: routed, _TIMEOUT_S, routed.close)
     pool = KvPool(_GEOMETRY, num_pages, layers=range(_GEOMETRY.num_layers))
     own = StageLayout.from_proto(common_pb2.StageLayout.FromString(port.open(StagePools(0, pool, None))))
-    way = Endpoint(TransferPath.INTRA_NODE_GPU, _SESSION)
-    peer = StageLayout(0, _SESSION, own.buffers, own.host_id, (way,))
+    endpoints = tuple(Endpoint(path, session_id) for path, session_id in zip(ways, _SESSIONS, strict=True))
+    peer = StageLayout(0, _SESSIONS[-1], own.buffers, own.host_id, endpoints)
     port.pair(_PEER, encode_peer([peer.to_proto()]))
     return port
 
