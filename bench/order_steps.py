@@ -112,6 +112,7 @@ CASES = (
     Case("8 orders at once", num_orders=8),
     Case("8 orders of 1024 pages at once", num_orders=8, num_pages=1024),
     Case("one order, copies take 50 us", copy_us=50),
+    Case("1024 pages, copies take 530 us", num_pages=1024, copy_us=530),
     Case("8 orders at once, copies take 50 us", num_orders=8, copy_us=50),
     Case("one order, data are there later", late=True),
 )
