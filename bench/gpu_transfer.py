@@ -198,7 +198,6 @@ def order_write(side: Side, num_pages: int, count: int = 1) -> Callable[[], floa
     """Whole orders of neighbouring pages, given at once; gives seconds from the engine's command to the last answer."""
     port = side.port
     assert port is not None
-    units = [[(page, page) for page in range(first * num_pages, (first + 1) * num_pages)] for first in range(count)]
 
     def write() -> float:
         answered = threading.Event()
@@ -212,7 +211,10 @@ def order_write(side: Side, num_pages: int, count: int = 1) -> Callable[[], floa
                 end_s = time.perf_counter()
                 answered.set()
 
-        orders = [SendOrder(index, "bench", _PEER, 0, SentPool.TARGET, pages) for index, pages in enumerate(units)]
+        orders = [
+            SendOrder(index, "bench", _PEER, 0, SentPool.TARGET, [(index * num_pages, index * num_pages, num_pages)])
+            for index in range(count)
+        ]
         begin_s = time.perf_counter()
         port.send([Sending(order, lambda timeout_s: True, done) for order in orders])
         if not answered.wait(_WRITE_TIMEOUT_S):

@@ -18,9 +18,9 @@ import torch
 
 from graftline.engine.kv_pool import KvGeometry, KvPool
 from graftline.engine.plan import SendDone, SendOrder, SentPool
-from graftline.engine.transfer_port import Sending, StagePools
+from graftline.engine.transfer_port import Sending, StagePools, page_runs
 from graftline.kv_transfer.layout import StageLayout
-from graftline.kv_transfer.mooncake_engine import intra_node_config
+from graftline.kv_transfer.mooncake_engine import MooncakeConfig, intra_node_config
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
 from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath, host_id
 from graftline.kv_transfer.routed_transport import RoutedTransport
@@ -29,7 +29,8 @@ from graftline.worker.facts import encode_peer
 from graftline.worker.transfer import StagePort
 
 _GEOMETRY = KvGeometry(4, 16, 2, 16, torch.float32)
-_PEER, _SESSION = "peer", "127.0.0.1:15999"
+_HOST, _PEER = "127.0.0.1", "peer"
+_SESSIONS = (f"{_HOST}:15998", f"{_HOST}:15999")
 _TIMEOUT_S = 30.0
 
 
@@ -106,9 +107,12 @@ class Case:
 CASES = (
     Case("one order"),
     Case("one order of 64 pages", num_pages=64),
+    Case("one order of 1024 pages", num_pages=1024),
     Case("one order of 64 scattered pages", num_pages=64, scattered=True),
     Case("8 orders at once", num_orders=8),
+    Case("8 orders of 1024 pages at once", num_orders=8, num_pages=1024),
     Case("one order, copies take 50 us", copy_us=50),
+    Case("1024 pages, copies take 530 us", num_pages=1024, copy_us=530),
     Case("8 orders at once, copies take 50 us", num_orders=8, copy_us=50),
     Case("one order, data are there later", late=True),
 )
@@ -160,10 +164,8 @@ def _give(port: StagePort, case: Case) -> tuple[float, float]:
             end_s = time.perf_counter()
             answered.set()
 
-    step = 2 if case.scattered else 1
     orders = [
-        SendOrder(index, "bench", _PEER, 0, SentPool.TARGET, [(step * page, step * page) for page in pages])
-        for index, pages in enumerate(_pages(case))
+        SendOrder(index, "bench", _PEER, 0, SentPool.TARGET, _runs(case, index)) for index in range(case.num_orders)
     ]
     ready = computed.wait if case.late else lambda timeout_s: True
     given_s = time.perf_counter()
@@ -177,20 +179,25 @@ def _give(port: StagePort, case: Case) -> tuple[float, float]:
     return given_s, end_s
 
 
-def _pages(case: Case) -> list[range]:
-    return [
-        range(first, first + case.num_pages) for first in range(0, case.num_orders * case.num_pages, case.num_pages)
-    ]
+def _runs(case: Case, index: int) -> list[tuple[int, int, int]]:
+    """Of one of the case's orders; no two share pages."""
+    step = 2 if case.scattered else 1
+    pages = range(step * index * case.num_pages, step * (index + 1) * case.num_pages, step)
+    return page_runs(pages, pages)
 
 
 def _paired_port(engine: StandIn, num_pages: int) -> StagePort:
-    transport = MooncakeTransport(intra_node_config("127.0.0.1"), lambda _: engine)
-    routed = RoutedTransport({TransferPath.INTRA_NODE_GPU: transport}, host_id())
+    """With two ways to the peer, as a stage on a GPU has to others on its host."""
+    ways = {
+        TransferPath.INTRA_NODE_GPU: MooncakeTransport(intra_node_config(_HOST), lambda _: engine),
+        TransferPath.TCP: MooncakeTransport(MooncakeConfig(_HOST), lambda _: engine),
+    }
+    routed = RoutedTransport(ways, host_id())
     port = StagePort(0, lambda _: routed, _TIMEOUT_S, routed.close)
     pool = KvPool(_GEOMETRY, num_pages, layers=range(_GEOMETRY.num_layers))
     own = StageLayout.from_proto(common_pb2.StageLayout.FromString(port.open(StagePools(0, pool, None))))
-    way = Endpoint(TransferPath.INTRA_NODE_GPU, _SESSION)
-    peer = StageLayout(0, _SESSION, own.buffers, own.host_id, (way,))
+    endpoints = tuple(Endpoint(path, session_id) for path, session_id in zip(ways, _SESSIONS, strict=True))
+    peer = StageLayout(0, _SESSIONS[-1], own.buffers, own.host_id, endpoints)
     port.pair(_PEER, encode_peer([peer.to_proto()]))
     return port
 

@@ -244,7 +244,7 @@ class SendOrder(_Message, frozen=True):
         order: counts up over all orders of one pipeline; answered by one `SendDone` from every stage.
         owner: names the request and attempt, for `CancelSends`.
         after_step: the data exist once this step was computed.
-        units: (own page or slot id, the peer's).
+        runs: (first own page or slot, first of the peer's, how many follow each other on both sides).
     """
 
     order: int
@@ -252,7 +252,7 @@ class SendOrder(_Message, frozen=True):
     peer: str
     after_step: int
     pool: SentPool
-    units: list[tuple[int, int]]
+    runs: list[tuple[int, int, int]]
 
 
 class CancelSends(_Message, frozen=True):

@@ -49,7 +49,7 @@ from graftline.engine.service_api import (
 )
 from graftline.engine.slots import SlotPool
 from graftline.engine.step_pipeline import StepPipeline
-from graftline.engine.transfer_port import page_pairs
+from graftline.engine.transfer_port import page_runs
 from graftline.engine.waiting_line import WaitingLine
 from graftline.errors import OutOfCapacityError, PeerUnavailableError
 
@@ -390,21 +390,21 @@ class PrefillScheduler:
         every_stage = list(range(self._config.num_stages))
         after = job.step_that_computed(min(end * page_size, job.prompt_len))
         targets = job.destination.page_ids
-        pages = page_pairs(job.pages[job.sent_pages : end], targets[job.sent_pages : end])
+        pages = page_runs(job.pages[job.sent_pages : end], targets[job.sent_pages : end])
         self._order(job, SentPool.TARGET, after, pages, every_stage)
         job.sent_pages = end
         if self._config.tree.speculates:
-            pages = page_pairs(job.pages[job.sent_draft_pages : end], targets[job.sent_draft_pages : end])
+            pages = page_runs(job.pages[job.sent_draft_pages : end], targets[job.sent_draft_pages : end])
             self._order(job, SentPool.DRAFT, after, pages, every_stage[-1:])
             job.sent_draft_pages = end
         if self._has_state and job.is_planned:  # the state is final once, with the last pages
-            self._order(job, SentPool.STATE, after, [(job.slot, job.destination.slot_id)], every_stage)
+            self._order(job, SentPool.STATE, after, [(job.slot, job.destination.slot_id, 1)], every_stage)
 
     def _order(
-        self, job: PrefillJob, pool: SentPool, after_step: int, units: list[tuple[int, int]], stages: list[int]
+        self, job: PrefillJob, pool: SentPool, after_step: int, runs: list[tuple[int, int, int]], stages: list[int]
     ) -> None:
         number = next(self._orders)
-        order = SendOrder(order=number, owner=job.owner, peer=job.peer, after_step=after_step, pool=pool, units=units)
+        order = SendOrder(order=number, owner=job.owner, peer=job.peer, after_step=after_step, pool=pool, runs=runs)
         self._by_order[number] = job
         job.ledger.expect(number, len(stages))
         self._pipeline.tell(order, stages)

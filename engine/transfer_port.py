@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.plan import SendDone, SendOrder, SentPool
@@ -25,8 +25,7 @@ class StagePools:
     states: StatePool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sending:
+class Sending(NamedTuple):
     """An order to a port.
 
     Attributes:
@@ -103,6 +102,15 @@ class NoTransfer:
         """See `TransferPort`."""
 
 
-def page_pairs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int]]:
-    """Own page ids beside the peer's, for an order."""
-    return list(zip(source, target, strict=True))
+def page_runs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Own pages and the peer's that they go to, as the runs of an order; at least one page."""
+    runs: list[tuple[int, int, int]] = []
+    first_src, first_dst, length = source[0], target[0], 0
+    for src, dst in zip(source, target, strict=True):
+        if src == first_src + length and dst == first_dst + length:
+            length += 1
+        else:
+            runs.append((first_src, first_dst, length))
+            first_src, first_dst, length = src, dst, 1
+    runs.append((first_src, first_dst, length))
+    return runs

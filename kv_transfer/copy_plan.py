@@ -6,12 +6,15 @@ splits may differ between the two sides, and joins what lies side by side on bot
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import add, eq
+from itertools import repeat
+from operator import add
 from typing import NamedTuple
 
 from graftline.errors import IncompatibleError, InvalidRequestError
 from graftline.kv_transfer.layout import BufferKind, BufferLayout, StageLayout, WorkerLayout
+
+Run = tuple[int, int, int]
+"""Units that follow each other on both sides: the first one here, the first one at the peer, how many."""
 
 
 class Copy(NamedTuple):
@@ -96,24 +99,25 @@ class CopyPlanner:
             found = self._sessions[kinds] = tuple(self._segments_of(kinds))
         return found
 
-    def plan(self, session_id: str, kinds: frozenset[BufferKind], units: Sequence[tuple[int, int]]) -> list[Copy]:
+    def plan(self, session_id: str, kinds: frozenset[BufferKind], runs: Sequence[Run]) -> list[Copy]:
         """The copies for some units into one session.
 
         Args:
             session_id: one of `sessions(kinds)`.
             kinds: which buffers to move.
-            units: (id here, id at the peer), in order of position; at least one, and no peer id twice.
+            runs: of units; at least one, and no peer id twice.
 
         Raises:
             InvalidRequestError: an id of the peer that its pool does not have, or one that is repeated.
         """
         segments = self._segments_of(kinds)[session_id]
-        runs = _runs(units)
-        if len(runs.dsts) > 1:
-            _require_distinct(runs)
+        if len(runs) == len(segments) == 1 and segments[0].spans_units:
+            return [_whole_copy(segments[0], runs[0])]
+        columns = _Columns.of(runs)
+        _require_distinct(columns)
         if len(segments) == 1:
-            return _copies(segments[0], runs)
-        return [copy for segment in segments for copy in _copies(segment, runs)]
+            return _copies(segments[0], columns)
+        return [copy for segment in segments for copy in _copies(segment, columns)]
 
     def _segments_of(self, kinds: frozenset[BufferKind]) -> dict[str, tuple[_Segment, ...]]:
         found = self._segments.get(kinds)
@@ -203,46 +207,42 @@ def _joined(segments: Iterable[_Segment]) -> Iterator[_Segment]:
         yield current
 
 
-class _Runs(NamedTuple):
-    """Units that follow each other on both sides: `lengths[i]` of them from `srcs[i]` here and `dsts[i]` there on."""
+class _Columns(NamedTuple):
+    """Runs side by side, for many of them: what is done in C for a column takes a fraction of a look at every run.
+
+    Attributes:
+        are_single: every run is one unit.
+    """
 
     srcs: Sequence[int]
     dsts: Sequence[int]
     lengths: Sequence[int]
+    are_single: bool
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "_Columns":
+        srcs, dsts, lengths = zip(*runs, strict=True)
+        assert min(lengths) > 0, "a run without units"
+        return cls(srcs, dsts, lengths, max(lengths) == 1)
 
     @property
-    def as_units(self) -> "_Runs":
-        """The same as runs of one unit each."""
-        if max(self.lengths) == 1:
+    def src_end(self) -> int:
+        return max(self.srcs) + 1 if self.are_single else max(map(add, self.srcs, self.lengths))
+
+    @property
+    def dst_end(self) -> int:
+        return max(self.dsts) + 1 if self.are_single else max(map(add, self.dsts, self.lengths))
+
+    def as_units(self) -> "_Columns":
+        """The same units as runs of one each."""
+        if self.are_single:
             return self
-        steps = [range(length) for length in self.lengths]
-        srcs = [src + step for src, run in zip(self.srcs, steps, strict=True) for step in run]
-        dsts = [dst + step for dst, run in zip(self.dsts, steps, strict=True) for step in run]
-        return _Runs(srcs, dsts, [1] * len(srcs))
+        runs = zip(self.srcs, self.dsts, self.lengths, strict=True)
+        return _Columns.of([(src + step, dst + step, 1) for src, dst, length in runs for step in range(length)])
 
 
-def _runs(units: Sequence[tuple[int, int]]) -> _Runs:
-    """The units as runs, in order: with a large handoff, looking at each unit once is what planning costs."""
-    num_units = len(units)
-    first_src, first_dst = units[0]
-    last_src, last_dst = units[-1]
-    if last_src - first_src == last_dst - first_dst == num_units - 1:
-        whole = zip(range(first_src, last_src + 1), range(first_dst, last_dst + 1), strict=True)
-        if all(map(eq, units, whole)):
-            return _Runs((first_src,), (first_dst,), (num_units,))
-    starts = [
-        index
-        for index, ((last_src, last_dst), (src, dst)) in enumerate(pairwise(units), 1)
-        if src != last_src + 1 or dst != last_dst + 1
-    ]
-    starts.insert(0, 0)
-    lengths = [end - start for start, end in pairwise([*starts, num_units])]
-    heads = [units[start] for start in starts]
-    return _Runs([src for src, _ in heads], [dst for _, dst in heads], lengths)
-
-
-def _require_distinct(runs: _Runs) -> None:
-    if max(runs.lengths) == 1 and len(set(runs.dsts)) == len(runs.dsts):
+def _require_distinct(runs: _Columns) -> None:
+    if runs.are_single and len(set(runs.dsts)) == len(runs.dsts):
         return
     end: int | None = None
     for dst, length in sorted(zip(runs.dsts, runs.lengths, strict=True)):
@@ -251,25 +251,28 @@ def _require_distinct(runs: _Runs) -> None:
         end = dst + length
 
 
-def _copies(segment: _Segment, runs: _Runs) -> list[Copy]:
+def _whole_copy(segment: _Segment, run: Run) -> Copy:
+    """Of a segment that fills its units."""
+    src, dst, length = run
+    _require_range(segment, src, src + length, dst, dst + length)
+    return Copy(
+        segment.src_base + src * segment.src_stride,
+        segment.dst_base + dst * segment.dst_stride,
+        segment.num_bytes * length,
+    )
+
+
+def _copies(segment: _Segment, runs: _Columns) -> list[Copy]:
     """One copy a run when the segment fills its units, else one a unit."""
-    srcs, dsts, lengths = runs
     src_base, src_stride, num_bytes = segment.src_base, segment.src_stride, segment.num_bytes
     dst_base, dst_stride = segment.dst_base, segment.dst_stride
-    if len(srcs) == 1:
-        (src,), (dst,), (length,) = runs
-        _require_range(segment, src, src + length, dst, dst + length)
-        if segment.spans_units:
-            return [Copy(src_base + src * src_stride, dst_base + dst * dst_stride, num_bytes * length)]
-    else:
-        ends = max(map(add, srcs, lengths)), max(map(add, dsts, lengths))
-        _require_range(segment, min(srcs), ends[0], min(dsts), ends[1])
-    if not segment.spans_units:
-        srcs, dsts, lengths = runs.as_units
-    return [
-        Copy(src_base + src * src_stride, dst_base + dst * dst_stride, num_bytes * length)
-        for src, dst, length in zip(srcs, dsts, lengths, strict=True)
-    ]
+    _require_range(segment, min(runs.srcs), runs.src_end, min(runs.dsts), runs.dst_end)
+    srcs, dsts, lengths, are_single = runs if segment.spans_units else runs.as_units()
+    sources = [src_base + src * src_stride for src in srcs]
+    targets = [dst_base + dst * dst_stride for dst in dsts]
+    sizes = [num_bytes] * len(lengths) if are_single else [num_bytes * length for length in lengths]
+    # What Copy(...) does, without a call in Python for each.
+    return list(map(tuple.__new__, repeat(Copy), zip(sources, targets, sizes, strict=True)))
 
 
 def _require_range(segment: _Segment, first_src: int, src_end: int, first_dst: int, dst_end: int) -> None:

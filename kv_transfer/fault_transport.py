@@ -14,7 +14,7 @@ from enum import Enum
 
 from graftline.errors import InvalidRequestError, TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
-from graftline.kv_transfer.transport import GroupedWrite, OneByOne, Transport, WriteGroup
+from graftline.kv_transfer.transport import GroupedWrite, OneByOne, Refused, Transport, WriteGroup
 
 _FAULT = re.compile(r"(?P<kind>[a-z]+)(:(?P<seconds>\d+(\.\d+)?)s)?@(?P<every>/)?(?P<write>\d+|\*)")
 
@@ -130,9 +130,9 @@ class FaultTransport:
             self._inner.write(session_id, copies, deadline_s)
             self._inner.write(session_id, [self._spoiled_byte(copy) for copy in copies[:1]], deadline_s)
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
         """See `Transport`; writes are counted one by one."""
-        return OneByOne(self.write, session_id, writes)
+        return OneByOne(self.write, session_id, writes, refused)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from graftline.errors import TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
-from graftline.kv_transfer.transport import GroupedWrite, MemoryRegions, OneByOne, WriteGroup
+from graftline.kv_transfer.transport import GroupedWrite, MemoryRegions, OneByOne, Refused, WriteGroup
 
 CopyBytes = Callable[[int, int, int], object]
 """(destination address, source address, number of bytes): must have copied when it returns."""
@@ -76,9 +76,9 @@ class InProcessTransport:
             raise TransferFailedError(f"no session {session_id} in this process", drained=True)
         peer._receive(copies, deadline_s)
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
         """See `Transport`."""
-        return OneByOne(self.write, session_id, writes)
+        return OneByOne(self.write, session_id, writes, refused)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`. Nothing is remembered."""

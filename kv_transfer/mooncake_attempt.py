@@ -17,8 +17,7 @@ _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 500e-6
 _PAUSE_SHARE = 1 / 32  # of the time since the start: what a write may seem longer than it was
 _LEAST_MERGED_BYTES = 8 << 20
-_EARLY_S = 200e-6  # a pause up to the expected end is so much shorter: sleeping is inexact
-_EARLY_SHARE = 0.1
+_EARLY_SHARE = 0.1  # of the time since the start: a write may arrive so much earlier than expected
 
 
 @dataclass(slots=True, eq=False)
@@ -259,12 +258,13 @@ class Attempt:
     def _pause(self, now_s: float) -> None:
         """Sleeps up to shortly before the expected end, then asks again and again for a while, then ever less often.
 
-        No sleep is long: what was learned while writes waited for something else must not make all later ones slow.
+        No sleep is long: what was learned while writes waited for something else must not make all later ones slow. And
+        none ends late, as far as that can be known: a write that is seen late makes the next one expected later.
         """
         config = self._config
         expected_s = max(0.0, self._end_s - self._start_s)
-        early_s = self._end_s - _EARLY_SHARE * expected_s - _EARLY_S
+        early_s = self._end_s - _EARLY_SHARE * expected_s - self._session.oversleep_s
         if now_s < early_s:
-            time.sleep(min(_LONGEST_PAUSE_S, early_s - now_s))
+            self._session.sleep(min(_LONGEST_PAUSE_S, early_s - now_s))
         elif now_s >= max(self._start_s, self._end_s) + config.spin_s + expected_s:
             time.sleep(min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, _PAUSE_SHARE * (now_s - self._start_s))))

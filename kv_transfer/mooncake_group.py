@@ -8,7 +8,7 @@ from graftline.errors import GraftlineError, InvalidRequestError, TransferFailed
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.mooncake_attempt import Attempt, WriteState
 from graftline.kv_transfer.mooncake_session import MAX_SPELLINGS, Session
-from graftline.kv_transfer.transport import GroupedWrite
+from graftline.kv_transfer.transport import GroupedWrite, Refused, is_taken_over
 
 _QUICK_FAILURE_S = 0.5
 
@@ -17,22 +17,25 @@ class MooncakeGroup:
     """A `WriteGroup`.
 
     Args:
-        prepare: checks the sources of copies, and cuts those that are too long.
+        prepare: checks the sources of copies that have so many bytes in all, and cuts those that are too long.
         enter: counts a writer and gives the peer's session, or raises because the transport is closed.
         leave: takes the count back.
+        refused: see `Transport.begin`.
     """
 
     def __init__(
         self,
         writes: Sequence[GroupedWrite],
-        prepare: Callable[[Sequence[Copy]], Sequence[Copy]],
+        prepare: Callable[[Sequence[Copy], int], Sequence[Copy]],
         enter: Callable[[], Session],
         leave: Callable[[], None],
+        refused: Refused | None = None,
     ) -> None:
         self._states = self._started(writes)
         self._prepare = prepare
         self._enter = enter
         self._leave = leave
+        self._refused = refused
         self._session: Session | None = None  # whose turn is held
         self._attempt: Attempt | None = None
 
@@ -111,13 +114,14 @@ class MooncakeGroup:
             copies = write.start()
             if copies is None:
                 continue
+            num_bytes = sum([copy.num_bytes for copy in copies])
             try:
-                copies = self._prepare(copies)
+                copies = self._prepare(copies, num_bytes)
             except InvalidRequestError as error:
                 write.end(error, 0.0)
                 continue
             if copies:
-                yield WriteState(write, copies, sum([copy.num_bytes for copy in copies]), write.deadline_s)
+                yield WriteState(write, copies, num_bytes, write.deadline_s)
             else:
                 write.end(None, 0.0)
 
@@ -164,7 +168,9 @@ class MooncakeGroup:
         if second.broken:
             session.distrust()
         if not state.ended:
-            state.write.end(state.refusal(session.session_id, second.seconds), second.seconds)
+            error = state.refusal(session.session_id, second.seconds)
+            if not is_taken_over(state.write, state.copies, error, self._refused):
+                state.write.end(error, second.seconds)
 
 
 class LoneWrite:

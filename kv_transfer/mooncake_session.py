@@ -11,8 +11,9 @@ from graftline.kv_transfer.mooncake_engine import Engine, MooncakeConfig
 UNDER_WAY = 0
 DONE = 1
 MAX_SPELLINGS = 16
-_RATE_LOSS = 0.98  # a write: the best rate seen is forgotten slowly
+_LOSS = 0.98  # a write: the best rate and the worst sleep that were seen are forgotten slowly
 _LEAST_RATED_BYTES = 1 << 20
+_LEAST_OVERSLEEP_S = 200e-6
 
 
 class _Probe:
@@ -48,6 +49,7 @@ class Session:
         turn: held by whoever writes.
         abandoned: batches given up on; the engine still holds them.
         rate: the best bytes a second of late, 0 before the first write.
+        oversleep_s: how much too long a sleep took of late at worst; never quite nothing.
         forgotten: the peer is gone, and its name may be another process's by now; set by whoever forgets it.
     """
 
@@ -60,6 +62,7 @@ class Session:
         self.turn = threading.Lock()
         self.abandoned: list[int] = []
         self.rate = 0.0
+        self.oversleep_s = _LEAST_OVERSLEEP_S
         self.forgotten = False
         self._opening = opening
         self._reachable = False
@@ -92,7 +95,14 @@ class Session:
     def learn(self, num_bytes: int, seconds: float) -> None:
         """Takes what was written in how long as a measure of the way, if it was not too little."""
         if num_bytes >= _LEAST_RATED_BYTES and seconds > 0:
-            self.rate = max(num_bytes / seconds, _RATE_LOSS * self.rate)
+            self.rate = max(num_bytes / seconds, _LOSS * self.rate)
+        self.oversleep_s = max(_LEAST_OVERSLEEP_S, _LOSS * self.oversleep_s)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps, and learns how inexact that is here: it depends on the machine, and on who else wants to run."""
+        start_s = time.monotonic()
+        time.sleep(seconds)
+        self.oversleep_s = max(self.oversleep_s, time.monotonic() - start_s - seconds)
 
     def make_contact(self, deadline_s: float) -> None:
         """Asks a peer that has not been heard of, or that just failed, for a sign of life.

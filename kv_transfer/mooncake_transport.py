@@ -23,7 +23,7 @@ from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.mooncake_engine import Engine, MooncakeConfig, start_engine
 from graftline.kv_transfer.mooncake_group import LoneWrite, MooncakeGroup
 from graftline.kv_transfer.mooncake_session import MAX_SPELLINGS, Session
-from graftline.kv_transfer.transport import GroupedWrite, MemoryRegions
+from graftline.kv_transfer.transport import GroupedWrite, MemoryRegions, Refused
 
 _CLOSING_PAUSE_S = 500e-6
 
@@ -78,9 +78,9 @@ class MooncakeTransport:
         self.begin(session_id, (alone,)).finish()
         alone.raise_error()
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> MooncakeGroup:
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> MooncakeGroup:
         """See `Transport`. A group has one turn."""
-        return MooncakeGroup(writes, self._prepare, lambda: self._enter(session_id), self._leave)
+        return MooncakeGroup(writes, self._prepare, lambda: self._enter(session_id), self._leave, refused)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""
@@ -114,14 +114,15 @@ class MooncakeTransport:
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def _prepare(self, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """Checks and cuts copies.
+    def _prepare(self, copies: Sequence[Copy], num_bytes: int) -> Sequence[Copy]:
+        """Checks copies, that have so many bytes in all, and cuts those that are too long.
 
         Raises:
             InvalidRequestError: a source that is not registered.
         """
         self._regions.require_sources(copies)
-        return _cut(copies, self._config.max_copy_bytes)
+        most_bytes = self._config.max_copy_bytes
+        return copies if num_bytes <= most_bytes else _cut(copies, most_bytes)
 
     def _enter(self, session_id: str) -> Session:
         """Counts a writer.
@@ -151,8 +152,6 @@ class MooncakeTransport:
 
 def _cut(copies: Sequence[Copy], max_bytes: int) -> Sequence[Copy]:
     """The same bytes in copies of at most `max_bytes`."""
-    if max([copy.num_bytes for copy in copies], default=0) <= max_bytes:
-        return copies
     return [
         Copy(src + offset, dst + offset, min(max_bytes, num_bytes - offset))
         for src, dst, num_bytes in copies

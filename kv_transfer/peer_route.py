@@ -12,7 +12,7 @@ from typing import NamedTuple
 from graftline.errors import GraftlineError, TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.protocol_choice import TransferPath
-from graftline.kv_transfer.transport import GroupedWrite, Transport, WriteGroup
+from graftline.kv_transfer.transport import GroupedWrite, Refused, Transport, WriteGroup
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,12 @@ class PeerRoute:
         self._name = name
         self._all = tuple(ways)
         self._left = list(ways)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards changes of _left
 
     @property
     def way(self) -> Way:
         """The one to write by."""
-        with self._lock:
-            return self._left[0]
+        return self._left[0]
 
     def give_up(self, way: Way, error: GraftlineError) -> bool:
         """A way refused a write; whether there is another one."""
@@ -69,12 +68,12 @@ class PeerRoute:
                 if not (error.refused and self.give_up(way, error)):
                     raise
 
-    def begin(self, writes: Sequence[GroupedWrite]) -> WriteGroup:
+    def begin(self, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
         """See `Transport.begin`."""
         way = self.way
         if way == self._all[-1]:  # nothing to fall back on
-            return way.transport.begin(way.session_id, writes)
-        return _FallingGroup(self, way, writes)
+            return way.transport.begin(way.session_id, writes, refused)
+        return _FallingGroup(self, way, writes, refused)
 
     def forget(self) -> None:
         """See `Transport.forget`."""
@@ -82,48 +81,29 @@ class PeerRoute:
             way.transport.forget(way.session_id)
 
 
-class _FallingWrite:
-    """A `GroupedWrite` that is put aside when a way refuses it and there is another one."""
+class _StartedWrite:
+    """A `GroupedWrite` whose copies are known already."""
 
-    def __init__(self, write: GroupedWrite, group: "_FallingGroup") -> None:
-        self._write = write
-        self._group = group
-        self._copies: Sequence[Copy] | None = None
+    def __init__(self, write: GroupedWrite, copies: Sequence[Copy]) -> None:
+        self.deadline_s = write.deadline_s
+        self.end = write.end
+        self._copies = copies
 
-    @property
-    def deadline_s(self) -> float:
+    def start(self) -> Sequence[Copy]:
         """See `GroupedWrite`."""
-        return self._write.deadline_s
-
-    def start(self) -> Sequence[Copy] | None:
-        """See `GroupedWrite`; the same copies by every way."""
-        if self._copies is None:
-            self._copies = self._write.start()
         return self._copies
-
-    def end(self, error: GraftlineError | None, seconds: float) -> None:
-        """See `GroupedWrite`."""
-        if isinstance(error, TransferFailedError) and error.refused and self._group.put_aside(self, error):
-            return
-        self._write.end(error, seconds)
 
 
 class _FallingGroup:
     """A `WriteGroup` whose writes go by the next way when one refuses them."""
 
-    def __init__(self, route: PeerRoute, way: Way, writes: Sequence[GroupedWrite]) -> None:
+    def __init__(self, route: PeerRoute, way: Way, writes: Sequence[GroupedWrite], refused: Refused | None) -> None:
         self._route = route
         self._way = way
-        self._aside: list[_FallingWrite] = []
+        self._refused = refused
+        self._aside: list[_StartedWrite] = []
         self._is_over = False
-        self._group = way.transport.begin(way.session_id, [_FallingWrite(write, self) for write in writes])
-
-    def put_aside(self, write: _FallingWrite, error: TransferFailedError) -> bool:
-        """A write was refused; whether it is tried by another way."""
-        if not self._route.give_up(self._way, error):
-            return False
-        self._aside.append(write)
-        return True
+        self._group = way.transport.begin(way.session_id, writes, self._put_aside)
 
     def advance(self, until_s: float) -> bool:
         """See `WriteGroup`."""
@@ -138,4 +118,11 @@ class _FallingGroup:
         while self._aside:
             again, self._aside = self._aside, []
             self._way = self._route.way
-            self._way.transport.begin(self._way.session_id, again).finish()
+            self._way.transport.begin(self._way.session_id, again, self._put_aside).finish()
+
+    def _put_aside(self, write: GroupedWrite, copies: Sequence[Copy], error: TransferFailedError) -> bool:
+        """A write was refused; whether it is tried by another way."""
+        if self._route.give_up(self._way, error):
+            self._aside.append(_StartedWrite(write, copies))
+            return True
+        return self._refused is not None and self._refused(write, copies, error)

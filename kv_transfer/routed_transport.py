@@ -14,7 +14,7 @@ from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.layout import StageLayout, WorkerLayout
 from graftline.kv_transfer.peer_route import PeerRoute, Way
 from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath, common_paths
-from graftline.kv_transfer.transport import GroupedWrite, Transport, WriteGroup
+from graftline.kv_transfer.transport import GroupedWrite, Refused, Transport, WriteGroup
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class RoutedTransport:
         self._ways = dict(ways)
         self._host_id = host_id
         self._routes: dict[str, PeerRoute] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards changes of _routes
 
     @property
     def session_id(self) -> str:
@@ -77,9 +77,9 @@ class RoutedTransport:
         """See `Transport`."""
         self._route_to(session_id).write(copies, deadline_s)
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
         """See `Transport`."""
-        return self._route_to(session_id).begin(writes)
+        return self._route_to(session_id).begin(writes, refused)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""
@@ -98,9 +98,7 @@ class RoutedTransport:
 
     def _route_to(self, session_id: str) -> PeerRoute:
         """That of a reached stage; by the common way to any other session."""
-        with self._lock:
-            route = self._routes.get(session_id)
-        return route or self._common_route(session_id)
+        return self._routes.get(session_id) or self._common_route(session_id)
 
     def _common_route(self, session_id: str) -> PeerRoute:
         path, way = list(self._ways.items())[-1]

@@ -30,7 +30,7 @@ class TransferOutcome(NamedTuple):
         return self.error is None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # nobody changes one, but frozen ones take four times as long to make
 class TransferJob:
     """One write to one peer session. Jobs of a session run one after another, in order of submission.
 

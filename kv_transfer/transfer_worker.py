@@ -54,7 +54,7 @@ class _Run:
         """See `GroupedWrite`."""
         if error is None:
             num_bytes = sum([copy.num_bytes for copy in self.copies])
-            outcome = TransferOutcome(None, drained=True, num_bytes=num_bytes, seconds=seconds)
+            outcome = TransferOutcome(None, True, num_bytes, seconds)
         else:
             drained = not isinstance(error, TransferFailedError) or error.drained
             outcome = TransferOutcome(error, drained, seconds=seconds)
@@ -270,13 +270,15 @@ class TransferWorker:
         for job in jobs:
             self._finish(job, TransferOutcome(error, drained=True))
 
-    def _finish(self, job: TransferJob, outcome: TransferOutcome) -> None:
-        """Reports a job, then whoever waited for its owner's last one."""
+    def _finish(self, job: TransferJob, outcome: TransferOutcome, run: _Run | None = None) -> None:
+        """Reports a job, then whoever waited for its owner's last one; with its run, if its turn had come."""
         try:
             job.done(outcome)
         except Exception:
             _LOG.exception("a transfer's done callback failed")
         with self._lock:
+            if run is not None:
+                run.lane.running.remove(run)
             watches = self._watches.get(job.owner, ())
             for watch in watches:
                 watch.drained &= outcome.drained
@@ -318,11 +320,13 @@ class TransferWorker:
         return run.copies
 
     def _end(self, run: _Run, outcome: TransferOutcome) -> None:
-        with self._lock:
-            if run.dropped:
-                return
-            run.lane.running.remove(run)
-        self._finish(run.job, outcome)
+        """Reports a job whose turn had come, unless it was dropped: that is reported by who did it."""
+        if not run.started:
+            with self._lock:
+                if run.dropped:
+                    return
+                run.started = True
+        self._finish(run.job, outcome, run)
 
     def _break(self, lane: _Lane, error: Exception) -> None:
         """The transport broke: what it had begun has failed, what it had not is written by another group."""
@@ -342,11 +346,11 @@ class TransferWorker:
     def _begin(self, lanes: list[_Lane]) -> None:
         """Begins the groups of some lanes, waits a moment for them, and hands on what takes longer."""
         until_s = time.monotonic() + _MOMENT_S
-        groups = [self._begun(lane) for lane in lanes]
-        # Beside each other: all are submitted before any is waited for.
-        over = [len(lanes) > 1 and self._advance(lane, group, 0.0) for lane, group in zip(lanes, groups, strict=True)]
-        for lane, group, is_over in zip(lanes, groups, over, strict=True):
-            ended = is_over or self._advance(lane, group, until_s)
+        groups = [(lane, self._begun(lane)) for lane in lanes]
+        if len(groups) > 1:  # beside each other: all are submitted before any is waited for
+            groups = [(lane, None if self._advance(lane, group, 0.0) else group) for lane, group in groups]
+        for lane, group in groups:
+            ended = self._advance(lane, group, until_s)
             with self._lock:
                 lane.driven = not ended
                 lane.handed = None if ended else group
@@ -361,6 +365,7 @@ class TransferWorker:
             return None
 
     def _advance(self, lane: _Lane, group: WriteGroup | None, until_s: float) -> bool:
+        """Whether a group is over; one that is None was over before."""
         try:
             return group is None or group.advance(until_s)
         except Exception as error:

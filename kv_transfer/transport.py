@@ -7,9 +7,10 @@ anything else sees it.
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from operator import add
 from typing import Protocol
 
-from graftline.errors import GraftlineError, InvalidRequestError
+from graftline.errors import GraftlineError, InvalidRequestError, TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
 
 
@@ -33,6 +34,10 @@ class GroupedWrite(Protocol):
             error: as `Transport.write` raises it.
             seconds: this write's share of the time in which the group was written.
         """
+
+
+Refused = Callable[[GroupedWrite, Sequence[Copy], TransferFailedError], bool]
+"""Told of a write that was refused, and its copies: whether somebody carries it out all the same, and it goes on."""
 
 
 class WriteGroup(Protocol):
@@ -79,7 +84,7 @@ class Transport(Protocol):
             TransferFailedError: not acknowledged. Unless `drained`, bytes may still land for a while.
         """
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
         """Several writes at once; one that fails leaves the others alone. The group is what does them."""
 
     def forget(self, session_id: str) -> None:
@@ -101,10 +106,12 @@ class OneByOne:
         write: Callable[[str, Sequence[Copy], float], None],
         session_id: str,
         writes: Sequence[GroupedWrite],
+        refused: Refused | None = None,
     ) -> None:
         self._write = write
         self._session_id = session_id
         self._writes = writes
+        self._refused = refused
 
     def advance(self, until_s: float) -> bool:
         """See `WriteGroup`."""
@@ -117,7 +124,8 @@ class OneByOne:
             if copies is not None:
                 start_s = time.monotonic()
                 error = self._error_of(copies, write.deadline_s)
-                write.end(error, time.monotonic() - start_s)
+                if not is_taken_over(write, copies, error, self._refused):
+                    write.end(error, time.monotonic() - start_s)
 
     def _error_of(self, copies: Sequence[Copy], deadline_s: float) -> GraftlineError | None:
         try:
@@ -125,6 +133,15 @@ class OneByOne:
         except GraftlineError as error:
             return error
         return None
+
+
+def is_taken_over(
+    write: GroupedWrite, copies: Sequence[Copy], error: GraftlineError | None, refused: Refused | None
+) -> bool:
+    """Whether somebody carries out a write that failed."""
+    if refused is None or not isinstance(error, TransferFailedError) or not error.refused:
+        return False
+    return refused(write, copies, error)
 
 
 class MemoryRegions:
@@ -174,11 +191,14 @@ class MemoryRegions:
     def _one_holds(self, copies: Sequence[Copy]) -> bool:
         """Whether one region holds everything from the first to the last byte: for many copies the quick answer."""
         if len(copies) == 1:
-            return self.contains(copies[0].src_address, copies[0].num_bytes)
-        if not copies or min([num_bytes for _, _, num_bytes in copies]) <= 0:
+            ((address, _, num_bytes),) = copies
+            return self.contains(address, num_bytes)
+        if not copies:
             return False
-        first = min([address for address, _, _ in copies])
-        end = max([address + num_bytes for address, _, num_bytes in copies])
+        addresses, _, sizes = zip(*copies, strict=True)
+        if min(sizes) <= 0:
+            return False
+        first, end = min(addresses), max(map(add, addresses, sizes))
         return self.contains(first, end - first)
 
     @property

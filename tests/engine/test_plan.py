@@ -57,7 +57,7 @@ MESSAGES: list[Message] = [
     StageFailed(1, "out of memory"),
     PairPeer("peer", b"\xff"),
     ForgetPeer("peer"),
-    SendOrder(4, "r/0", "peer", 7, SentPool.DRAFT, [(1, 2), (3, 4)]),
+    SendOrder(4, "r/0", "peer", 7, SentPool.DRAFT, [(1, 2, 1), (3, 4, 2)]),
     CancelSends("r/0"),
     SendDone(4, 1, 4096, 0.01, "refused", False, b"\x00\xff"),
     DigestUnits(3, [(SentPool.TARGET, [4, 0]), (SentPool.STATE, [1])]),

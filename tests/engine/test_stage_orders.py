@@ -5,7 +5,7 @@ from graftline.engine.stage_worker import _MOST_SENDS, _Orders
 
 
 def order(number: int) -> SendOrder:
-    return SendOrder(number, "owner", "peer", 0, SentPool.TARGET, [(0, 0)])
+    return SendOrder(number, "owner", "peer", 0, SentPool.TARGET, [(0, 0, 1)])
 
 
 def test_orders_up_to_another_message_are_taken_together() -> None:

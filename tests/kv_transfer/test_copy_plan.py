@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from transfer_pools import Pools, PoolShape, build_pools, page_keys, split
 
+from graftline.engine.transfer_port import page_runs
 from graftline.errors import IncompatibleError, InvalidRequestError
 from graftline.kv_transfer.copy_plan import CopyPlanner, require_matched
 from graftline.kv_transfer.layout import (
@@ -24,10 +25,10 @@ KV = frozenset({BufferKind.K, BufferKind.V})
 
 def move(source: Pools, destination: Pools, kinds: frozenset[BufferKind], units: Sequence[tuple[int, int]]) -> int:
     """Carries out the plans of every source stage; returns the number of copies."""
-    num_copies = 0
+    num_copies, runs = 0, page_runs(*zip(*units, strict=True))
     for stage in source.layout.stages:
         planner = CopyPlanner(stage, destination.layout)
-        for copies in [planner.plan(session_id, kinds, units) for session_id in planner.sessions(kinds)]:
+        for copies in [planner.plan(session_id, kinds, runs) for session_id in planner.sessions(kinds)]:
             for copy in copies:
                 ctypes.memmove(copy.dst_address, copy.src_address, copy.num_bytes)
             num_copies += len(copies)
@@ -123,7 +124,7 @@ def test_two_stages_to_one_write_their_own_layers_only() -> None:
     source, destination = page_major(split(keys, [6]), seed=1), page_major([keys], seed=2)
     before = destination.unit(keys[7], 5).copy()
     planner = CopyPlanner(source.layout.stages[0], destination.layout)
-    for copy in planner.plan("session-0", KV, [(2, 5)]):
+    for copy in planner.plan("session-0", KV, [(2, 5, 1)]):
         ctypes.memmove(copy.dst_address, copy.src_address, copy.num_bytes)
     np.testing.assert_array_equal(destination.unit(keys[5], 5), source.unit(keys[5], 2))
     np.testing.assert_array_equal(destination.unit(keys[7], 5), before)
@@ -152,11 +153,15 @@ def test_unit_ids_of_the_peer_are_checked_and_ours_asserted() -> None:
     planner = CopyPlanner(source.layout.stages[0], destination.layout)
     for bad in (-1, 4, 1 << 40):
         with pytest.raises(InvalidRequestError, match="destination units"):
-            planner.plan("session-0", KV, [(0, 0), (1, bad)])
-    with pytest.raises(InvalidRequestError, match="repeat"):
-        planner.plan("session-0", KV, [(0, 2), (1, 2)])
-    with pytest.raises(AssertionError, match="source unit"):
-        planner.plan("session-0", KV, [(8, 0)])
+            planner.plan("session-0", KV, [(0, 0, 1), (1, bad, 1)])
+    for repeated in ([(0, 2, 1), (1, 2, 1)], [(0, 1, 2), (4, 2, 1)], [(4, 3, 1), (0, 0, 4)]):
+        with pytest.raises(InvalidRequestError, match="repeat"):
+            planner.plan("session-0", KV, repeated)
+    with pytest.raises(InvalidRequestError, match="destination units"):
+        planner.plan("session-0", KV, [(0, 2, 3)])
+    for ours in ([(8, 0, 1)], [(6, 0, 3)], [(0, 0, 0)], [(0, 0, 1), (1, 1, 0)]):
+        with pytest.raises(AssertionError, match=r"source unit|without units"):
+            planner.plan("session-0", KV, ours)
 
 
 def layout(*buffers: tuple[BufferKey, str, int]) -> WorkerLayout:

@@ -9,12 +9,13 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from graftline.errors import GraftlineError, InvalidRequestError, TransferFailedError
-from graftline.kv_transfer import mooncake_group
+from graftline.kv_transfer import mooncake_attempt, mooncake_group, mooncake_session
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.mooncake_engine import MooncakeConfig
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
 from graftline.kv_transfer.transfer_job import TransferJob, TransferOutcome
 from graftline.kv_transfer.transfer_worker import TransferWorker
+from graftline.kv_transfer.transport import GroupedWrite
 
 BASE, TARGET, MIB = 1 << 32, 1 << 44, 1 << 20
 PEER = "10.0.0.1:15001"
@@ -332,6 +333,47 @@ def test_a_write_that_waited_for_something_else_does_not_make_later_ones_slow(en
     assert time.monotonic() < began_s + 0.1
 
 
+class _Clock:
+    """Stands in for `time`: looking at it takes a microsecond, and every sleep takes too long by as much as told."""
+
+    def __init__(self, oversleep_s: float) -> None:
+        self.now_s = 0.0
+        self.num_sleeps = 0
+        self._oversleep_s = oversleep_s
+
+    def monotonic(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.num_sleeps += 1
+        self.now_s += seconds + self._oversleep_s
+
+
+@pytest.mark.parametrize("oversleep_s", [0.0, 300e-6, 3e-3])
+def test_sleeping_is_left_off_as_early_as_it_is_inexact(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, oversleep_s: float
+) -> None:
+    """Whoever sleeps past a write's end takes the way for slower than it is, and sleeps even longer the next time."""
+    transport, clock = opened(engine), _Clock(oversleep_s)
+    for module in (mooncake_attempt, mooncake_session):
+        monkeypatch.setattr(module, "time", clock)
+    copy_s, end_s = 500e-6, 0.0
+
+    def submit(target: str, address: int) -> None:
+        nonlocal end_s
+        end_s = clock.now_s + copy_s
+
+    engine.submit = submit
+    engine.status = lambda target, address, looks: int(clock.now_s >= end_s)
+    late_s = []
+    for _ in range(200):
+        transport.begin(PEER, Group(1, 64 * MIB).writes).finish()
+        late_s.append(clock.now_s - end_s)
+    assert sorted(late_s)[150] < 20e-6
+    assert clock.num_sleeps > 0
+
+
 def test_a_first_contact_says_nothing_of_the_way(engine: ScriptedEngine) -> None:
     """It maps the peer's memory: whoever took it for the way's speed would leave the next write to another thread."""
     transport = opened(engine)
@@ -357,6 +399,22 @@ def test_what_an_engine_does_not_take_at_a_peer_that_answers_is_refused(engine: 
             transport.write(PEER, [Copy(BASE, TARGET, 16)], time.monotonic() + PATIENCE_S)
         errors = [caught.value]
     assert all(isinstance(error, TransferFailedError) and error.refused and error.drained for error in errors)
+
+
+def test_a_refused_write_that_is_taken_over_has_not_ended(engine: ScriptedEngine) -> None:
+    """All its copies are handed on: the engine took none."""
+    transport, group = opened(engine, copies_per_batch=2), Group(3, 16, copies_each=3)
+    engine.refuses = lambda target, copies: any((source - BASE) >> 36 < 2 for source, _, _ in copies)
+    handed_on: dict[GroupedWrite, list[Copy]] = {}
+
+    def refused(write: GroupedWrite, copies: Sequence[Copy], error: TransferFailedError) -> bool:
+        handed_on[write] = list(copies)
+        return write is not group[1]
+
+    transport.begin(PEER, group.writes, refused).finish()
+    assert handed_on == {group[0]: group[0].copies, group[1]: group[1].copies}
+    assert group.failed == {1: True}
+    assert sorted(group.order) == [1, 2]
 
 
 @pytest.mark.parametrize("how", ["gone", "taken", "too late", "slow"])

@@ -12,7 +12,7 @@ from graftline.kv_transfer.layout import BufferKey, BufferKind, BufferLayout, St
 from graftline.kv_transfer.peer_route import PeerRoute
 from graftline.kv_transfer.protocol_choice import Endpoint, TransferPath
 from graftline.kv_transfer.routed_transport import RoutedTransport
-from graftline.kv_transfer.transport import GroupedWrite, OneByOne, WriteGroup
+from graftline.kv_transfer.transport import GroupedWrite, OneByOne, Refused, WriteGroup
 
 INTRA, RDMA, TCP = TransferPath.INTRA_NODE_GPU, TransferPath.RDMA, TransferPath.TCP
 COPY = Copy(4096, 8192, 64)
@@ -38,8 +38,8 @@ class Road:
             raise TransferFailedError(f"{self.session_id} failed", drained=refused, refused=refused)
         self.arrived += [(session_id, copy) for copy in copies]
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
-        return OneByOne(self.write, session_id, writes)
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
+        return OneByOne(self.write, session_id, writes, refused)
 
     def forget(self, session_id: str) -> None:
         self.forgotten.append(session_id)

@@ -10,7 +10,7 @@ from graftline.errors import CancelledRequestError, InternalError, PeerUnavailab
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.transfer_job import TransferJob, TransferOutcome
 from graftline.kv_transfer.transfer_worker import MAX_GROUP_JOBS, TransferWorker
-from graftline.kv_transfer.transport import GroupedWrite, WriteGroup
+from graftline.kv_transfer.transport import GroupedWrite, Refused, WriteGroup
 
 PATIENCE_S = 10.0
 HERE, THERE = "a:1", "b:1"
@@ -43,7 +43,7 @@ class SteppedTransport:
     def write(self, session_id: str, copies: Sequence[Copy], deadline_s: float) -> None:
         raise AssertionError("groups only")
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
         if self.refusal is not None:
             raise self.refusal
         self.groups.append((session_id, len(writes)))

@@ -18,7 +18,7 @@ from graftline.errors import (
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.transfer_job import Gather, TransferJob, TransferOutcome
 from graftline.kv_transfer.transfer_worker import TransferWorker
-from graftline.kv_transfer.transport import GroupedWrite, OneByOne, WriteGroup
+from graftline.kv_transfer.transport import GroupedWrite, OneByOne, Refused, WriteGroup
 
 PATIENCE_S = 10.0
 COPIES = [Copy(4096, 8192, 100), Copy(8192, 4096, 28)]
@@ -49,8 +49,8 @@ class GatedTransport:
         if session_id in self.failures:
             raise self.failures[session_id]
 
-    def begin(self, session_id: str, writes: Sequence[GroupedWrite]) -> WriteGroup:
-        return OneByOne(self.write, session_id, writes)
+    def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> WriteGroup:
+        return OneByOne(self.write, session_id, writes, refused)
 
     def forget(self, session_id: str) -> None:
         self.forgotten.append(session_id)

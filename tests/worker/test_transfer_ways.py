@@ -94,7 +94,7 @@ def test_orders_to_a_peer_without_a_way_are_answered_with_that(had_a_way: bool) 
         port.pair("peer", encode_peer([own.to_proto()]))
     port.pair("peer", encode_peer([peer.to_proto()]))
     answers: list[SendDone] = []
-    order = SendOrder(7, "owner", "peer", 0, SentPool.TARGET, [(0, 0)])
+    order = SendOrder(7, "owner", "peer", 0, SentPool.TARGET, [(0, 0, 1)])
     port.send([Sending(order, lambda timeout_s: True, answers.append)])
     assert answers[0].order == 7
     assert "reached by rdma" in answers[0].error
@@ -118,11 +118,11 @@ def test_orders_given_together_are_answered_each_by_itself() -> None:
         answered.release()
 
     orders = [
-        SendOrder(1, "owner", "peer", 0, SentPool.TARGET, [(0, 1)]),
-        SendOrder(2, "owner", "stranger", 0, SentPool.TARGET, [(0, 2)]),
+        SendOrder(1, "owner", "peer", 0, SentPool.TARGET, [(0, 1, 1)]),
+        SendOrder(2, "owner", "stranger", 0, SentPool.TARGET, [(0, 2, 1)]),
         SendOrder(3, "owner", "peer", 0, SentPool.TARGET, []),
-        SendOrder(4, "owner", "peer", 0, SentPool.TARGET, [(0, 9)]),
-        SendOrder(5, "owner", "peer", 0, SentPool.TARGET, [(0, 3)]),
+        SendOrder(4, "owner", "peer", 0, SentPool.TARGET, [(0, 9, 1)]),
+        SendOrder(5, "owner", "peer", 0, SentPool.TARGET, [(0, 3, 1)]),
     ]
     port.send([Sending(order, lambda timeout_s: True, done) for order in orders])
     for _ in orders:

@@ -74,9 +74,8 @@ class StagePort:
         self._transport: RoutedTransport | None = None
         self._worker: TransferWorker | None = None
         self._layout: StageLayout | None = None
-        self._planners: dict[str, CopyPlanner] = {}
-        self._refused: dict[str, IncompatibleError] = {}
-        self._lock = threading.Lock()
+        self._peers: dict[str, tuple[CopyPlanner | None, IncompatibleError | None]] = {}  # the latter: there is no way
+        self._lock = threading.Lock()  # guards changes of _peers
 
     def open(self, pools: StagePools) -> bytes:
         """Registers the pools; a serialized `StageLayout` says where they lie.
@@ -120,24 +119,26 @@ class StagePort:
             reached = self._transport.reached(WorkerLayout.from_proto(decode_peer(layout)))
         except IncompatibleError as error:
             with self._lock:
-                self._refused[peer] = error
+                planner, _ = self._peers.get(peer, (None, None))
+                self._peers[peer] = planner, error
             return
         planner = CopyPlanner(self._layout, reached)
         with self._lock:
-            self._planners[peer] = planner
+            _, refused = self._peers.get(peer, (None, None))
+            self._peers[peer] = planner, refused
 
     def forget(self, peer: str) -> None:
         """Drops a peer and what is queued for it."""
         with self._lock:
-            planner = self._planners.pop(peer, None)
-            self._refused.pop(peer, None)
+            planner, _ = self._peers.pop(peer, (None, None))
         if planner is not None and self._worker is not None:
             for session_id in planner.session_ids:
                 self._worker.forget_peer(session_id)
 
     def send(self, sendings: Sequence[Sending]) -> None:
         """See `TransferPort`."""
-        found = [(sending, self._jobs(sending)) for sending in sendings]
+        deadline_s = time.monotonic() + self._order_timeout_s
+        found = [(sending, self._jobs(sending, deadline_s)) for sending in sendings]
         together = [job for _, jobs in found for job in jobs]
         try:
             if together and self._worker is not None:
@@ -149,16 +150,15 @@ class StagePort:
                 for sending in [sending for sending, jobs in found if jobs]:
                     self.send([sending])
 
-    def _jobs(self, sending: Sending) -> list[TransferJob]:
+    def _jobs(self, sending: Sending, deadline_s: float) -> list[TransferJob]:
         """One for every session that an order concerns; without any the order is answered here."""
-        order, deadline_s = sending.order, time.monotonic() + self._order_timeout_s
-        with self._lock:
-            planner, refused = self._planners.get(order.peer), self._refused.get(order.peer)
+        order = sending.order
+        planner, refused = self._peers.get(order.peer, (None, None))
         if refused is not None or planner is None:
             self._refuse(sending, refused or InvalidRequestError("peer", f"{order.peer} is not paired"))
             return []
         kinds = _KINDS[order.pool]
-        sessions = planner.sessions(kinds) if order.units else ()
+        sessions = planner.sessions(kinds) if order.runs else ()
         if not sessions:  # a stage without layers of this kind
             sending.done(self._answer(order, TransferOutcome(None, drained=True)))
             return []
@@ -169,7 +169,7 @@ class StagePort:
             TransferJob(
                 order.owner,
                 session_id,
-                partial(planner.plan, session_id, kinds, order.units),
+                partial(planner.plan, session_id, kinds, order.runs),
                 deadline_s,
                 done,
                 sending.ready,
@@ -216,7 +216,8 @@ class StagePort:
     def _digest_of(self, order: SendOrder) -> bytes:
         if not self._kv_digest or self._layout is None:
             return b""
-        return digest_units(self._layout, _KINDS[order.pool], order.units)
+        units = [(src + step, dst + step) for src, dst, length in order.runs for step in range(length)]
+        return digest_units(self._layout, _KINDS[order.pool], units)
 
 
 def _enter(device: torch.device) -> None:
