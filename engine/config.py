@@ -69,7 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             `engine/device_rounds.py`. Slower on CPU, where it serves tests.
         launch_drafts_early: a prefill launches a prompt's drafter rows and tree before it reads the first token; see
             `engine/prompt_end.py`. On CPU it serves tests.
-        cuda_graphs: rounds of fixed shape are captured and replayed; no effect on CPU.
+        cuda_graphs: rounds of fixed shape, and a prefill's steps of few rows, are captured and replayed; no effect on
+            CPU.
         max_graph_batch: sequences of the largest captured round; larger ones run op by op.
         max_verify_rows: of a round of fixed shape, above which its trees are cut to their likeliest nodes, a chain's at
             least; 0 for no such limit.

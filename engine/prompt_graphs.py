@@ -13,20 +13,32 @@ from torch import Tensor
 
 from graftline.engine.graph_capture import CapturedGraph, GraphPool
 from graftline.engine.kv_pool import KvPool
+from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.pages import num_pages_for
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows
 from graftline.kernels.upload import upload
 
-MAX_ROWS = 512
-"""Beyond, the device is busy for longer than the host needs to launch."""
-_LEAST_ROWS = 16
+_LEAST_ROWS, _MOST_ROWS = 16, 2048
+# What an H200 computes while a host launches a layer's kernels, 0.42 ms (`python -m graftline.bench.gpu --sections
+# roofline`: prompts of up to 512 tokens through 32 layers took 13.6 ms, whatever their length).
+_OPERATIONS_A_LAUNCH = 2.2e11
 _PROMPTS = 16  # at most; each size is captured for one prompt too, whose attention is cut differently
 
 
-def prompt_sizes(chunk_tokens: int, max_running: int) -> list[tuple[int, int]]:
-    """(rows, prompts) of the steps that are captured: powers of two, and the largest there can be."""
-    most = min(chunk_tokens, MAX_ROWS)
+def most_rows(model: ModelConfig) -> int:
+    """Rows up to which a step is worth a graph: with more, the device is busy for longer than the host is, and padding
+    would cost time.
+    """
+    matrices = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
+    rows = _LEAST_ROWS
+    while rows < _MOST_ROWS and 2 * matrices * rows < _OPERATIONS_A_LAUNCH:
+        rows *= 2
+    return rows
+
+
+def prompt_sizes(most: int, max_running: int) -> list[tuple[int, int]]:
+    """(rows, prompts) of the steps that are captured: powers of two, and `most`, the largest there can be."""
     rows = [_LEAST_ROWS]
     while rows[-1] * 2 < most:
         rows.append(rows[-1] * 2)

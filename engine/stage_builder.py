@@ -31,7 +31,7 @@ from graftline.engine.models.load import load_model
 from graftline.engine.models.qwen3_next_mtp import MtpModule
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.pages import num_pages_for
-from graftline.engine.prompt_graphs import PromptGraphs, prompt_sizes
+from graftline.engine.prompt_graphs import PromptGraphs, most_rows, prompt_sizes
 from graftline.engine.round_state import RoundState
 from graftline.engine.stage import Stage
 from graftline.engine.stage_states import StageStates
@@ -139,7 +139,8 @@ def build_stage(
     prompts = None
     if states is None and backend is not AttentionBackend.TORCH:
         prompts = _build_prompts(config, index, model, pool)
-        graph_bytes += 0 if prompts is None else prompts.capture(prompt_sizes(config.chunk_tokens, config.max_running))
+        most = min(config.chunk_tokens, most_rows(target))
+        graph_bytes += 0 if prompts is None else prompts.capture(prompt_sizes(most, config.max_running))
     if graph_bytes:
         logger.info("stage %d: captured graphs take %.0f MiB", index, graph_bytes / (1 << 20))
     stage = Stage(

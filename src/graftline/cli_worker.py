@@ -75,7 +75,7 @@ ENGINE_OPTIONS = (
     Option("pages", int, "Pages; 0: as many as there is memory for.", _MEMORY, 0),
     Option("memory_mib", int, "MiB for the largest stage's pools; 0: 512, on a GPU by --memory-fraction.", _MEMORY, 0),
     Option("memory_fraction", float, "Share of a GPU for this worker's stages on it; 0: 0.9.", _MEMORY, 0),
-    Option("chunk_tokens", int, "Most prompt tokens of one prefill step.", _MEMORY, 1),
+    Option("chunk_tokens", int, "Most prompt tokens of a prefill step; 0: 256, on a GPU 2048.", _MEMORY, 0),
     Option("max_running", int, "Request slots.", _MEMORY, 1),
     Option("max_queued", int, "Waiting requests beyond which new ones are refused.", _MEMORY, 1),
     Option("prefix_cache", bool, "A prefill keeps the KV of prompts for later ones.", _MEMORY),
@@ -83,7 +83,7 @@ ENGINE_OPTIONS = (
     Option(
         "max_verify_rows", int, "Rows above which a GPU's rounds cut trees to their best nodes; 0: never.", _TREES, 0
     ),
-    Option("cuda_graphs", bool, "Capture decode rounds and replay them, on a GPU.", _PIPELINE),
+    Option("cuda_graphs", bool, "Capture decode rounds and short prompts and replay them, on a GPU.", _PIPELINE),
     Option("overlap", bool, "Launch a decode round before the last one is read, on a GPU.", _PIPELINE),
     Option("quarantine_s", float, "How long pages of a lost prefill stay out of use.", _MEMORY, 0),
     Option("preempt_every", int, "Force a preemption every so many rounds; 0: never.", _TESTS, 0),

@@ -81,7 +81,7 @@ class ClusterSpec:
     pages: int = 0
     memory_mib: int = 0
     memory_fraction: float = 0.0
-    chunk_tokens: int = 256
+    chunk_tokens: int = 0
     max_running: int = 16
     max_queued: int = 1024
     prefix_cache: bool = True

@@ -1,12 +1,15 @@
 """Steps of prompts, padded to sizes that were captured."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from graftline.engine.kv_pool import KvGeometry, KvPool
 from graftline.engine.models.target_model import KvViews, StateViews
-from graftline.engine.prompt_graphs import PromptGraphs, pad_prompts, prompt_sizes
+from graftline.engine.prompt_graphs import PromptGraphs, most_rows, pad_prompts, prompt_sizes
 from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
 from graftline.kernels.tree_batch import RowBatch
 
@@ -56,15 +59,25 @@ def test_padding_alone_is_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "running", "expected"),
+    ("most", "running", "expected"),
     [
-        (4096, 1, [(16, 1), (32, 1), (64, 1), (128, 1), (256, 1), (512, 1)]),
+        (512, 1, [(16, 1), (32, 1), (64, 1), (128, 1), (256, 1), (512, 1)]),
         (40, 3, [(16, 1), (16, 3), (32, 1), (32, 3), (40, 1), (40, 3)]),
         (1, 64, [(16, 1), (16, 16)]),
     ],
 )
-def test_sizes(chunk: int, running: int, expected: list[tuple[int, int]]) -> None:
-    assert prompt_sizes(chunk, running) == expected
+def test_sizes(most: int, running: int, expected: list[tuple[int, int]]) -> None:
+    assert prompt_sizes(most, running) == expected
+
+
+def test_large_models_keep_a_device_busy_with_fewer_rows() -> None:
+    def rows(hidden: int, inter: int, q_size: int, kv_size: int) -> int:
+        sizes: Any = SimpleNamespace(hidden_size=hidden, intermediate_size=inter, q_size=q_size, kv_size=kv_size)
+        return most_rows(sizes)
+
+    assert rows(576, 1536, 576, 192) == 2048
+    assert rows(4096, 14336, 4096, 1024) == 512
+    assert rows(8192, 28672, 8192, 1024) == 256
 
 
 def test_takes_prompts_that_fit() -> None:

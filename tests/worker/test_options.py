@@ -23,6 +23,7 @@ from graftline.worker.options import (
     to_arguments,
     tree_shape,
 )
+from graftline.worker.placement import DeviceMemory, Host
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,14 @@ def test_the_head_beside_the_model_is_found(options: EngineOptions, world: TinyW
     (model / "draft-head").symlink_to(world.eagle)
     config = resolve_engine_config(replace(options, model=str(model), draft_head="auto"), Role.DECODE)
     assert config.draft_head == str(model / "draft-head")
+
+
+def test_chunks_follow_the_kind_of_device(options: EngineOptions) -> None:
+    there = Host(lambda: 1, lambda device: DeviceMemory(1 << 38, 1 << 38), measures=False)
+    assert resolve_engine_config(options, Role.PREFILL).chunk_tokens == 256
+    on_gpu = replace(options, devices="cuda:0")
+    assert resolve_engine_config(on_gpu, Role.PREFILL, there).chunk_tokens == 2048
+    assert resolve_engine_config(replace(on_gpu, chunk_tokens=300), Role.PREFILL, there).chunk_tokens == 300
 
 
 def test_trees_follow_the_kind_of_device(options: EngineOptions) -> None:

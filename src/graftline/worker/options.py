@@ -28,6 +28,7 @@ _MIB = 1 << 20
 _CPU_POOLS_MIB = 512
 CPU_TREE = TreeShape(3, 1, 4)
 GPU_TREE = TreeShape(5, 4, 16, initial_depth=7)
+CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 256, 2048
 MAX_VERIFY_ROWS = 128
 """Of a decode round on a GPU, by default; see docs/tuning.md."""
 
@@ -62,9 +63,10 @@ class EngineOptions:
         pages: 0: as many as there is memory for, up to what all request slots can use.
         memory_mib: for the pools of the largest stage; 0: 512 on CPU, on a GPU what `memory_fraction` leaves.
         memory_fraction: of a GPU's memory, that this worker's stages on it may take; 0: 0.9.
+        chunk_tokens: most prompt tokens of a prefill's step; 0: by the kind of device, see `usual_chunk_tokens`.
         prefix_cache: has no effect on models with recurrent state, which have none.
         verify_state: what a decode keeps of draft nodes, of models with recurrent state.
-        cuda_graphs: decode rounds are captured and replayed on CUDA.
+        cuda_graphs: decode rounds and a prefill's short steps are captured and replayed on CUDA.
         max_verify_rows: of decode rounds on CUDA, see `EngineConfig`; 0 for no limit.
         overlap: on CUDA a decode launches its next round before it has read the last one.
         threads: CPU threads of every stage; 0: the machine's cores shared between the stages.
@@ -89,7 +91,7 @@ class EngineOptions:
     pages: int = 0
     memory_mib: int = 0
     memory_fraction: float = 0.0
-    chunk_tokens: int = 256
+    chunk_tokens: int = 0
     max_running: int = 16
     max_queued: int = 1024
     prefix_cache: bool = True
@@ -134,7 +136,7 @@ def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host(
         num_pages=max(1, options.pages),
         max_running=options.max_running,
         max_queued=options.max_queued,
-        chunk_tokens=options.chunk_tokens,
+        chunk_tokens=options.chunk_tokens or usual_chunk_tokens(devices[0]),
         tree=tree,
         real_trees=options.initial_tree is InitialTree.REAL,
         prefix_cache=options.prefix_cache and not model.linear_layers(range(model.num_layers)),
@@ -173,6 +175,11 @@ def pool_budgets(
     devices = [config.stage_device(stage) for stage in range(config.num_stages)]
     fraction = options.memory_fraction or DEFAULT_FRACTION
     return stage_budgets(devices, taken_bytes(config, model, head), fraction, host.memory_of)
+
+
+def usual_chunk_tokens(device: str) -> int:
+    """Prompt tokens of a step: a GPU gets on faster with more at once."""
+    return CPU_CHUNK_TOKENS if device == CPU else GPU_CHUNK_TOKENS
 
 
 def has_device_rounds(device: str, role: Role, model: ModelConfig, tree: TreeShape) -> bool:
