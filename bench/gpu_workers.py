@@ -330,24 +330,24 @@ class WorkerPair:
             case Reserved(destination):
                 self.prefill.tell("destination", request.key, destination)
             case FirstToken(token):
-                _arrived(answer, [token], second)
+                _arrived(answer, [token.token_id], second)
             case PrefillFinished(tree=tree, handoff=counts):
                 answer.handoff = Handoff(counts, second)
                 if is_short:
                     answer.ended = True
                 else:
                     starts.add(answer, request.key, Token(answer.ids[0]), tree)
-            case Tokens(tokens):
-                _arrived(answer, tokens, second)
+            case Tokens(ids):
+                _arrived(answer, ids, second)
             case DecodeFinished(speculation=speculation):
                 answer.speculation, answer.ended = speculation, True
             case _:
                 raise RuntimeError(f"{event} for {request.key}")
 
 
-def _arrived(answer: PairAnswer, tokens: Sequence[Token], second: float) -> None:
-    answer.ids += [token.token_id for token in tokens]
-    answer.arrivals.append((second, len(tokens)))
+def _arrived(answer: PairAnswer, ids: Sequence[int], second: float) -> None:
+    answer.ids += ids
+    answer.arrivals.append((second, len(ids)))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from graftline.decode_server import handoff
 from graftline.decode_server.peers import Peer
 from graftline.decode_server.settings import ServiceSettings
 from graftline.decode_server.traces import AttemptTrace
-from graftline.engine.request import FinishReason, Request, Token, TreeOrigin
+from graftline.engine.request import FinishReason, Request, Token, TokenLogprob, TreeOrigin
 from graftline.engine.service_api import (
     DecodeEngine,
     DecodeEvent,
@@ -30,6 +30,7 @@ from graftline.engine.service_api import (
     PrefillFailure,
     PrefillFinished,
     Scheduled,
+    Tokens,
 )
 from graftline.errors import GraftlineError, OutOfCapacityError, PeerUnavailableError
 from graftline.proto.channel import Metadata
@@ -56,27 +57,30 @@ class Inbox:
     """What waits for the caller: tokens of several rounds in one go, then the outcome."""
 
     def __init__(self) -> None:
-        self._tokens: deque[Token] = deque()
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._outcome: handoff.Outcome | None = None
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._ids)
 
-    def put(self, item: tuple[Token, ...] | handoff.Outcome) -> None:
+    def put(self, item: Tokens | handoff.Outcome) -> None:
         """Adds tokens, or the outcome after which nothing comes."""
-        if isinstance(item, tuple):
-            self._tokens.extend(item)
+        if isinstance(item, Tokens):
+            self._ids += item.ids
+            self._logprobs += item.logprobs
         else:
             self._outcome = item
         self._changed.set()
 
-    async def get(self) -> tuple[Token, ...] | handoff.Outcome:
+    async def get(self) -> Tokens | handoff.Outcome:
         """All tokens that wait, or the outcome once there are none."""
         while True:
-            if self._tokens:
-                tokens = tuple(self._tokens)
-                self._tokens.clear()
+            if self._ids:
+                tokens = Tokens(tuple(self._ids), tuple(self._logprobs))
+                self._ids.clear()
+                self._logprobs.clear()
                 return tokens
             if self._outcome is not None:
                 return self._outcome
@@ -266,7 +270,7 @@ class Attempt:
         except GraftlineError as error:
             self.post(handoff.ReserveRefused(error))
 
-    def _emit(self, tokens: tuple[Token, ...]) -> None:
+    def _emit(self, tokens: Tokens) -> None:
         self.inbox.put(tokens)
         if len(self.inbox) > self._settings.max_unsent_tokens:
             self.cancel(OutOfCapacityError(f"the caller left {len(self.inbox)} tokens unread"))

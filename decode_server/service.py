@@ -18,8 +18,8 @@ from graftline.decode_server.call_stream import CallStream
 from graftline.decode_server.peers import Peer, PrefillPeers
 from graftline.decode_server.settings import ServiceSettings
 from graftline.decode_server.traces import AttemptTrace, call_attributes
-from graftline.engine.request import Request, RequestKey, Token, TreeOrigin
-from graftline.engine.service_api import DecodeEngine, HandoffCounts, SpeculationCounts
+from graftline.engine.request import Request, RequestKey, TreeOrigin
+from graftline.engine.service_api import DecodeEngine, HandoffCounts, SpeculationCounts, Tokens
 from graftline.errors import (
     CancelledRequestError,
     GraftlineError,
@@ -37,7 +37,7 @@ from graftline.worker.metrics import DecodeMetrics
 from graftline.worker.translate import (
     finish_reason_message,
     handoff_message,
-    logprob_messages,
+    logprob_message,
     request_from,
     speculation_message,
     start_message,
@@ -62,7 +62,7 @@ class Call:
     def __init__(self, request: Request, span: Span = NO_SPAN) -> None:
         self.request = request
         self.span = span
-        self.emitted: list[Token] = []
+        self.emitted: list[int] = []
         self.speculation = SpeculationCounts()
         self.handoff = HandoffCounts()
         self.tree_origin = TreeOrigin.NONE
@@ -83,7 +83,7 @@ class Call:
         return replace(
             self.request,
             key=RequestKey(key.request_id, attempt),
-            token_ids=self.request.token_ids + tuple(token.token_id for token in self.emitted),
+            token_ids=(*self.request.token_ids, *self.emitted),
         )
 
     def count(self, attempt: Attempt, speculation: SpeculationCounts) -> None:
@@ -297,9 +297,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def _relay(self, call: Call, attempt: Attempt, context: Any) -> handoff.Outcome:
         """Tokens to the caller, until the attempt's outcome."""
         try:
-            while isinstance(item := await attempt.inbox.get(), tuple):
-                self._count_tokens(call, len(item))
-                call.emitted.extend(item)
+            while isinstance(item := await attempt.inbox.get(), Tokens):
+                self._count_tokens(call, len(item.ids))
+                call.emitted += item.ids
                 await self._send(context, tokens_message(item))
             return item
         except BaseException:
@@ -329,10 +329,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             self._idle.set()
 
 
-def tokens_message(tokens: tuple[Token, ...]) -> decode_pb2.DecodeServiceGenerateResponse:
+def tokens_message(tokens: Tokens) -> decode_pb2.DecodeServiceGenerateResponse:
     """Tokens on their way to the caller."""
     return decode_pb2.DecodeServiceGenerateResponse(
         tokens=decode_pb2.DecodeTokens(
-            token_ids=[token.token_id for token in tokens], logprobs=logprob_messages(tokens)
+            token_ids=tokens.ids, logprobs=[logprob_message(logprob) for logprob in tokens.logprobs]
         )
     )

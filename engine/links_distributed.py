@@ -38,9 +38,9 @@ IDLE_LINK_TIMEOUT = timedelta(days=30)
 
 MAX_MESSAGE_BYTES = 64 << 20
 
-# First frame of a message: lengths, then as much of the message as fits. Small plans take one send.
+# First frame of a message: lengths, then as much of the message as fits. Plans and results of rounds take one send.
 _HEADER = struct.Struct("<IBII")
-_FRAME_BYTES = 2048
+_FRAME_BYTES = 8192
 _DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
 _DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 

@@ -104,13 +104,6 @@ class RoundState:
         """Takes over rows that another stage's `write` left: [slots, layout.width]."""
         self._rows.index_copy_(0, upload(slots, torch.int64, self.device), rows)
 
-    def unpack(self, row: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        """One row of the table on the host: (accepted nodes, tokens, parents of the tree)."""
-        layout, nodes = self.layout, row[1]
-        accepted = [node for node in row[layout.accepted_at : layout.tokens_at] if node >= 0]
-        tokens = list(row[layout.tokens_at : layout.tokens_at + nodes])
-        return accepted, tokens, list(row[layout.parents_at : layout.parents_at + nodes])
-
     def sampling(self, slots: Tensor) -> SamplingRows:
         """Sampling parameters of [rows] slots."""
         limits, draws = self._limits[slots], self._draws[slots]

@@ -13,7 +13,7 @@ from graftline.engine.device_rounds import DeviceRounds
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
 from graftline.engine.models.target_model import TargetModel
-from graftline.engine.plan import Segment, StepPlan, StepResult, StepTokens
+from graftline.engine.plan import Segment, StepPlan, StepReport
 from graftline.engine.round_results import RoundReader
 from graftline.engine.stage_states import StageStates
 from graftline.engine.step_gate import StepGate
@@ -21,7 +21,7 @@ from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build
 from graftline.kernels.kv_compact import compact_kv
 from graftline.kernels.upload import upload
 
-Emit = Callable[[StepTokens | StepResult], None]
+Emit = Callable[[StepReport], None]
 
 
 class Stage:
@@ -59,7 +59,7 @@ class Stage:
         self._device = device
         self._states = states
         self.rounds = rounds
-        self._reader = RoundReader(rounds.state) if rounds is not None and last is not None else None
+        self._reader = RoundReader() if rounds is not None and last is not None else None
         self._pages: dict[int, list[int]] = {}
 
     def await_returns(self, plan: StepPlan) -> None:
