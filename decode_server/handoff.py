@@ -250,6 +250,8 @@ Step = tuple[State, tuple[Action, ...]]
 def step(state: State, message: Message) -> Step:
     """What follows from `message` in `state`."""
     match message:
+        case Tokens() if state.pages is Pages.RUNNING:
+            return state, () if state.told else (Emit(message),)
         case CallerGone(error):
             return _fail(state, Failed(error, None))
         case ReserveRefused(error):
@@ -306,8 +308,6 @@ def _from_engine(state: State, event: DecodeEvent) -> Step:
     match event, state.pages:
         case Reserved(destination), Pages.IN_LINE:
             return replace(state, pages=Pages.EXPOSED), (SendDestination(destination),)
-        case Tokens(), Pages.RUNNING:
-            return state, () if state.told else (Emit(event),)
         case DecodeFinished(reason, stop_token_id, speculation), Pages.RUNNING:
             return _tell(replace(state, pages=Pages.RETURNED), Done(reason, stop_token_id, speculation))
         case Preempted(speculation), Pages.RUNNING:
