@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -132,6 +133,7 @@ class DecodeScheduler:
         self._slots = SlotPool(config.max_running)
         self._quarantine = Quarantine(self._pages, self._slots, config.quarantine_s)
         self._requests: dict[RequestKey, DecodeRequest] = {}
+        self._said: deque[tuple[Callable[[DecodeEvent], None], DecodeEvent]] = deque()
         self._line: WaitingLine[DecodeRequest] = WaitingLine()
         self._batches = MicrobatchSet(config.num_stages, config.rounds_ahead)
         self._steps = itertools.count()
@@ -217,6 +219,7 @@ class DecodeScheduler:
         while any(self._launch(batch) for batch in list(self._batches.ready())):
             pass
         self._load = self._snapshot()
+        self._deliver()
 
     def _beat(self) -> None:
         self._quarantine.expire()
@@ -229,8 +232,18 @@ class DecodeScheduler:
         for request in list(self._requests.values()):
             self._forget(request)
             if not request.ended:
-                request.deliver(DecodeFailed(reason, DecodeFailure.ENGINE_LOST))
+                self._say(request, DecodeFailed(reason, DecodeFailure.ENGINE_LOST))
         self._load = self._snapshot()
+        self._deliver()
+
+    def _say(self, request: DecodeRequest, event: DecodeEvent) -> None:
+        """Delivers an event at the end of this turn: the stages' next rounds do not wait for who hears of the last."""
+        self._said.append((request.deliver, event))
+
+    def _deliver(self) -> None:
+        while self._said:
+            deliver, event = self._said.popleft()
+            deliver(event)
 
     # --- reservations ------------------------------------------------------------------------------------------
 
@@ -253,7 +266,7 @@ class DecodeScheduler:
             request.pages = self._pages.allocate(self._prompt_pages(request))
             request.slot = self._slots.take()
             request.phase = Phase.RESERVED
-            request.deliver(Reserved(Destination(tuple(request.pages), request.slot)))
+            self._say(request, Reserved(Destination(tuple(request.pages), request.slot)))
 
     def _fits(self, request: DecodeRequest) -> bool:
         """Whether there are pages for its prompt, and one for everybody who runs."""
@@ -342,7 +355,7 @@ class DecodeScheduler:
             return
         self.totals.failures += 1
         self._forget(request)
-        request.deliver(DecodeFailed("the KV that arrived is not what was sent", DecodeFailure.KV_DIFFERS))
+        self._say(request, DecodeFailed("the KV that arrived is not what was sent", DecodeFailure.KV_DIFFERS))
 
     def _usable(self, tree: DraftTree, first_token: Token) -> DraftTree:
         """The tree a peer sent as deep as rounds take it, if it is one for this first token and this model; any tree
@@ -364,11 +377,11 @@ class DecodeScheduler:
 
     def _drop_cancelled(self, request: DecodeRequest) -> None:
         self._forget(request)
-        request.deliver(DecodeCancelled())
+        self._say(request, DecodeCancelled())
 
     def _end(self, request: DecodeRequest, ending: Ending) -> None:
         self._retire(request)
-        request.deliver(DecodeFinished(ending.reason, ending.stop_token_id, request.counts))
+        self._say(request, DecodeFinished(ending.reason, ending.stop_token_id, request.counts))
 
     def _retire(self, request: DecodeRequest) -> None:
         """Nothing more is wanted of a request. A round launched ahead still writes to its pages: they wait for it."""
@@ -381,7 +394,7 @@ class DecodeScheduler:
         logger.info("%s is preempted after %d output tokens", request.request.key, request.output_len)
         self.totals.preemptions += 1
         self._forget(request)
-        request.deliver(Preempted(request.counts))
+        self._say(request, Preempted(request.counts))
 
     def _launch(self, batch: Microbatch) -> bool:
         """Starts a round of a microbatch, if it has anyone who can run; whether it did."""
@@ -512,11 +525,11 @@ class DecodeScheduler:
         if outcome.error:
             self.totals.failures += 1
             self._retire(request)
-            request.deliver(DecodeFailed(outcome.error))
+            self._say(request, DecodeFailed(outcome.error))
             return
         tokens, ending = request.apply(outcome)
         self._count(request, len(tokens.ids))
-        request.deliver(tokens)
+        self._say(request, tokens)
         if ending is not None:
             self._end(request, ending)
 
