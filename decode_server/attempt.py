@@ -248,7 +248,7 @@ class Attempt:
         self._state, actions = handoff.step(self._state, message)
         for action in actions:
             self._do(action)
-        if self._state.leg_over and not self._leg_closed:
+        if not self._leg_closed and self._state.leg_over:
             self._close_leg()
         if self._state.ended:
             self._trace.ended()

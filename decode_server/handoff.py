@@ -86,7 +86,7 @@ class State:
     @property
     def leg_over(self) -> bool:
         """Nothing will come from the prefill any more, or nothing that counts."""
-        return self.leg in {Leg.CLOSED, Leg.LOST}
+        return self.leg is Leg.CLOSED or self.leg is Leg.LOST
 
     @property
     def ended(self) -> bool:

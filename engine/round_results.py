@@ -24,7 +24,7 @@ def round_result(plan: StepPlan, output: Tensor) -> RoundResult:
         output: what `DeviceRounds.run` returned on the last stage, in the host's memory; rows of padding come last.
     """
     slots = [segment.slot for segment in plan.segments]
-    return RoundResult(plan.step, plan.microbatch, slots, output[: len(slots)].int().numpy().tobytes())
+    return RoundResult(plan.step, plan.microbatch, slots, output.numpy()[: len(slots)].astype("i4").tobytes())
 
 
 @dataclass(slots=True)
