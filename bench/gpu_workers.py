@@ -20,6 +20,7 @@ import msgspec
 from graftline.bench.gpu_pair import TimedAnswer
 from graftline.bench.stage_use import Sign, SignLog
 from graftline.engine.config import EngineConfig, Role
+from graftline.engine.process_memory import keep_what_is_there
 from graftline.engine.request import DraftTree, Request, RequestId, RequestKey, Sampling, Stopping, Token
 from graftline.engine.service_api import (
     DecodeFinished,
@@ -60,6 +61,7 @@ def _host(channel: Connection, config_text: str, transfer_text: str) -> None:
         channel.send(("failed", f"{type(error).__name__}: {error}"))
         raise
     outbox = _Outbox(channel)
+    keep_what_is_there()
     signs: SignLog | None = None
     channel.send(("ready", list(engine.layouts)))
     while True:
