@@ -181,14 +181,14 @@ class EnginePair:
             case Reserved(destination):
                 self.prefill.scheduler.set_destination(request.key, destination)
             case FirstToken(token):
-                _arrived(answer, [token])
+                _arrived(answer, [token.token_id])
             case PrefillFinished(tree=tree):
                 if is_short:
                     answer.ended = True
                 else:
                     decode.start(request.key, Token(answer.ids[0]), tree)
-            case Tokens(tokens):
-                _arrived(answer, tokens)
+            case Tokens(ids):
+                _arrived(answer, ids)
             case DecodeFinished(speculation=speculation):
                 answer.speculation, answer.ended = speculation, True
             case _:
@@ -198,9 +198,9 @@ class EnginePair:
         return f"prefill {self.prefill.load()}, decode {self.decode.load()}"
 
 
-def _arrived(answer: TimedAnswer, tokens: Sequence[Token]) -> None:
-    answer.ids += [token.token_id for token in tokens]
-    answer.arrivals.append((time.monotonic(), len(tokens)))
+def _arrived(answer: TimedAnswer, ids: Sequence[int]) -> None:
+    answer.ids += ids
+    answer.arrivals.append((time.monotonic(), len(ids)))
 
 
 @contextmanager

@@ -13,10 +13,12 @@ import torch
 
 from graftline.bench.gpu_rates import wait
 from graftline.engine.config import EngineConfig
+from graftline.engine.decode_request import Outcome
 from graftline.engine.device_rounds import round_size
 from graftline.engine.memory_plan import DTYPES
 from graftline.engine.models.checkpoint import read_model_config
-from graftline.engine.plan import PageChange, Segment, SegmentOutcome, SlotOpening, StepPlan, StepResult, StepTokens
+from graftline.engine.plan import PageChange, RoundResult, Segment, SlotOpening, StepPlan, StepReport, StepResult
+from graftline.engine.round_results import round_outcomes
 from graftline.engine.stage_builder import BuiltStage, build_stage
 from graftline.kernels.attention_backend import settle_backend
 
@@ -45,16 +47,16 @@ class RoundTimes:
 class _Heard:
     """Results in order of their steps."""
 
-    results: list[StepResult] = field(default_factory=list)
+    results: list[StepResult | RoundResult] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def take(self, message: StepTokens | StepResult) -> None:
-        if isinstance(message, StepResult):
+    def take(self, message: StepReport) -> None:
+        if isinstance(message, StepResult | RoundResult):
             with self.changed:
                 self.results.append(message)
                 self.changed.notify_all()
 
-    def wait_for(self, count: int) -> list[StepResult]:
+    def wait_for(self, count: int) -> list[StepResult | RoundResult]:
         with self.changed:
             arrived = self.changed.wait_for(lambda: len(self.results) >= count, _RESULT_TIMEOUT_S)
             if not arrived:
@@ -130,14 +132,14 @@ class StageAlone:
                 self._execute(segments, size)
                 launch_s += time.perf_counter() - launched
                 if not carries:
-                    self._next = _following(self._next, self._heard.wait_for(self._expected)[-1].outcomes)
+                    self._next = _following(self._next, self._outcomes(self._heard.wait_for(self._expected)[-1]))
         wait(self.device)
         wall_s = (time.perf_counter() - started) / count
-        results = self._heard.wait_for(self._expected)[heard_before:]
-        emitted = sum(len(outcome.tokens) for result in results for outcome in result.outcomes)
+        results = [self._outcomes(result) for result in self._heard.wait_for(self._expected)[heard_before:]]
+        emitted = sum(len(outcome.ids) for outcomes in results for outcome in outcomes)
         if carries:
-            for result in results:
-                self._next = _following(self._next, result.outcomes)
+            for outcomes in results:
+                self._next = _following(self._next, outcomes)
         return RoundTimes(batch, context, count, wall_s, launch_s / count, emitted / count / batch)
 
     def prefill(self, chunks: Sequence[int]) -> float:
@@ -160,6 +162,12 @@ class StageAlone:
         wait(self.device)
         return time.perf_counter() - started
 
+    def _outcomes(self, result: StepResult | RoundResult) -> Sequence[Outcome]:
+        if isinstance(result, StepResult):
+            return result.outcomes
+        assert self.stage.rounds is not None
+        return round_outcomes(result, self.stage.rounds.state.layout)
+
     def _execute(self, segments: list[Segment], round_size: int) -> None:
         plan = StepPlan(self._steps, 0, self._openings, self._pages, segments, False, round_size)
         self._openings, self._pages = [], []
@@ -168,14 +176,14 @@ class StageAlone:
         self.stage.execute(plan, None, self._heard.take)
 
 
-def _following(segments: Sequence[Segment], outcomes: Sequence[SegmentOutcome]) -> list[Segment]:
+def _following(segments: Sequence[Segment], outcomes: Sequence[Outcome]) -> list[Segment]:
     """The next round's rows, as a scheduler would state them."""
     following = []
     for segment, outcome in zip(segments, outcomes, strict=True):
         if outcome.error:
             raise RuntimeError(f"slot {segment.slot}: {outcome.error}")
         tree = outcome.tree()
-        tokens = [outcome.tokens[-1].token_id] if tree is None else list(tree.tokens)
+        tokens = [outcome.ids[-1]] if tree is None else list(tree.tokens)
         parents = [-1] if tree is None else list(tree.parents)
         start = segment.start + len(outcome.accepted)
         following.append(Segment(segment.slot, start, tokens, parents, 0, -1, list(outcome.accepted), segment.grow))

@@ -20,6 +20,7 @@ import msgspec
 from graftline.bench.gpu_pair import TimedAnswer
 from graftline.bench.stage_use import Sign, SignLog
 from graftline.engine.config import EngineConfig, Role
+from graftline.engine.process_memory import keep_what_is_there
 from graftline.engine.request import DraftTree, Request, RequestId, RequestKey, Sampling, Stopping, Token
 from graftline.engine.service_api import (
     DecodeFinished,
@@ -60,6 +61,7 @@ def _host(channel: Connection, config_text: str, transfer_text: str) -> None:
         channel.send(("failed", f"{type(error).__name__}: {error}"))
         raise
     outbox = _Outbox(channel)
+    keep_what_is_there()
     signs: SignLog | None = None
     channel.send(("ready", list(engine.layouts)))
     while True:
@@ -330,24 +332,24 @@ class WorkerPair:
             case Reserved(destination):
                 self.prefill.tell("destination", request.key, destination)
             case FirstToken(token):
-                _arrived(answer, [token], second)
+                _arrived(answer, [token.token_id], second)
             case PrefillFinished(tree=tree, handoff=counts):
                 answer.handoff = Handoff(counts, second)
                 if is_short:
                     answer.ended = True
                 else:
                     starts.add(answer, request.key, Token(answer.ids[0]), tree)
-            case Tokens(tokens):
-                _arrived(answer, tokens, second)
+            case Tokens(ids):
+                _arrived(answer, ids, second)
             case DecodeFinished(speculation=speculation):
                 answer.speculation, answer.ended = speculation, True
             case _:
                 raise RuntimeError(f"{event} for {request.key}")
 
 
-def _arrived(answer: PairAnswer, tokens: Sequence[Token], second: float) -> None:
-    answer.ids += [token.token_id for token in tokens]
-    answer.arrivals.append((second, len(tokens)))
+def _arrived(answer: PairAnswer, ids: Sequence[int], second: float) -> None:
+    answer.ids += ids
+    answer.arrivals.append((second, len(ids)))
 
 
 @contextmanager

@@ -8,18 +8,19 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
 
 from graftline.decode_server import handoff
+from graftline.decode_server.deliveries import Deliveries
 from graftline.decode_server.peers import Peer
 from graftline.decode_server.settings import ServiceSettings
 from graftline.decode_server.traces import AttemptTrace
-from graftline.engine.request import FinishReason, Request, Token, TreeOrigin
+from graftline.engine.request import FinishReason, Request, Token, TokenLogprob, TreeOrigin
 from graftline.engine.service_api import (
     DecodeEngine,
-    DecodeEvent,
     DecodeFailed,
     DecodeFailure,
     Destination,
@@ -30,6 +31,7 @@ from graftline.engine.service_api import (
     PrefillFailure,
     PrefillFinished,
     Scheduled,
+    Tokens,
 )
 from graftline.errors import GraftlineError, OutOfCapacityError, PeerUnavailableError
 from graftline.proto.channel import Metadata
@@ -53,35 +55,55 @@ _FAILURES = {
 
 
 class Inbox:
-    """What waits for the caller: tokens of several rounds in one go, then the outcome."""
+    """What waits for the caller: tokens of several rounds in one go, then the outcome.
+
+    Whoever waits in `get` need not be woken for tokens that `hand_on` can pass on at once.
+    """
 
     def __init__(self) -> None:
-        self._tokens: deque[Token] = deque()
+        self._hand_on: Callable[[Tokens], bool] | None = None
+        self._is_awaited = False
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._outcome: handoff.Outcome | None = None
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._ids)
 
-    def put(self, item: tuple[Token, ...] | handoff.Outcome) -> None:
+    def hand_on(self, take: Callable[[Tokens], bool]) -> None:
+        """From now on tokens are offered to `take` first, which says whether it took them; never before others that
+        wait, or were given to `get` and not dealt with yet.
+        """
+        self._hand_on = take
+
+    def put(self, item: Tokens | handoff.Outcome) -> None:
         """Adds tokens, or the outcome after which nothing comes."""
-        if isinstance(item, tuple):
-            self._tokens.extend(item)
+        if isinstance(item, Tokens):
+            if self._hand_on is not None and self._is_awaited and not self._ids and self._hand_on(item):
+                return
+            self._ids += item.ids
+            self._logprobs += item.logprobs
         else:
             self._outcome = item
         self._changed.set()
 
-    async def get(self) -> tuple[Token, ...] | handoff.Outcome:
+    async def get(self) -> Tokens | handoff.Outcome:
         """All tokens that wait, or the outcome once there are none."""
         while True:
-            if self._tokens:
-                tokens = tuple(self._tokens)
-                self._tokens.clear()
+            if self._ids:
+                tokens = Tokens(tuple(self._ids), tuple(self._logprobs))
+                self._ids.clear()
+                self._logprobs.clear()
                 return tokens
             if self._outcome is not None:
                 return self._outcome
             self._changed.clear()
-            await self._changed.wait()
+            self._is_awaited = True
+            try:
+                await self._changed.wait()
+            finally:
+                self._is_awaited = False
 
 
 class Attempt:
@@ -100,6 +122,7 @@ class Attempt:
         request: Request,
         peer: Peer,
         engine: DecodeEngine,
+        deliveries: Deliveries,
         settings: ServiceSettings,
         on_ended: Callable[["Attempt"], None],
         on_quarantine: Callable[[], None],
@@ -114,6 +137,7 @@ class Attempt:
         self._peer = peer
         self._peer_incarnation = peer.incarnation
         self._engine = engine
+        self._deliveries = deliveries
         self._settings = settings
         self._on_ended = on_ended
         self._on_quarantine = on_quarantine
@@ -224,7 +248,7 @@ class Attempt:
         self._state, actions = handoff.step(self._state, message)
         for action in actions:
             self._do(action)
-        if self._state.leg_over and not self._leg_closed:
+        if not self._leg_closed and self._state.leg_over:
             self._close_leg()
         if self._state.ended:
             self._trace.ended()
@@ -233,6 +257,8 @@ class Attempt:
     def _do(self, action: handoff.Action) -> None:
         key = self.request.key
         match action:
+            case handoff.Emit(tokens):
+                self._emit(tokens)
             case handoff.Reserve():
                 self._reserve()
             case handoff.SendDestination(destination):
@@ -255,29 +281,19 @@ class Attempt:
                 self._on_quarantine()
             case handoff.CancelDecoding():
                 self._engine.cancel(key)
-            case handoff.Emit(tokens):
-                self._emit(tokens)
             case handoff.Tell(outcome):
                 self.inbox.put(outcome)
 
     def _reserve(self) -> None:
         try:
-            self._engine.reserve(self.request, self._deliver)
+            self._engine.reserve(self.request, partial(self._deliveries.put, self.post))
         except GraftlineError as error:
             self.post(handoff.ReserveRefused(error))
 
-    def _emit(self, tokens: tuple[Token, ...]) -> None:
+    def _emit(self, tokens: Tokens) -> None:
         self.inbox.put(tokens)
         if len(self.inbox) > self._settings.max_unsent_tokens:
             self.cancel(OutOfCapacityError(f"the caller left {len(self.inbox)} tokens unread"))
-
-    def _deliver(self, event: DecodeEvent) -> None:
-        """Called from the engine's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self.post, event)
-        except RuntimeError:
-            # The loop is closed: the process is on its way out and nobody is left to tell.
-            return
 
     # --- timers ----------------------------------------------------------------------------------------------
 

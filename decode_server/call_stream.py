@@ -37,6 +37,8 @@ TURNS_BEFORE_READ = 2
 MAX_UNSENT_EVENTS = 2
 
 Handler = Callable[[DecodeServiceGenerateRequest, "CallContext"], Awaitable[None]]
+Fill = Callable[[DecodeServiceGenerateResponse], None]
+"""Writes a response where it is sent from."""
 
 
 class CallContext:
@@ -44,7 +46,7 @@ class CallContext:
 
     def __init__(self, stream: "CallStream", call: CarriedCall) -> None:
         self._stream = stream
-        self._call_id = call.call_id
+        self.call_id = call.call_id
         self._metadata: Metadata = tuple(call.metadata.items())
         self._status: bytes | None = None
         self._has_finished = False
@@ -55,12 +57,21 @@ class CallContext:
         """The call's own metadata."""
         return self._metadata
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a message can be sent without waiting."""
+        return self.num_unsent < MAX_UNSENT_EVENTS
+
+    def fill(self, fill: Fill) -> None:
+        """Sends a message that is not the last one and need not wait, made once it leaves."""
+        self._say(fill)
+
     async def write(self, message: DecodeServiceGenerateResponse) -> None:
         """Sends a message; waits only while too many earlier ones of this call have not left."""
-        while self.num_unsent >= MAX_UNSENT_EVENTS:
+        while not self.has_room:
             await self._stream.departure()
         self._has_finished = message.HasField("finished")
-        self._say(CarriedEvent(call_id=self._call_id, response=message))
+        self._say(CarriedEvent(response=message))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """Ends the call; raises what grpc raises then."""
@@ -74,14 +85,14 @@ class CallContext:
         if self._status is None and self._has_finished:
             return
         status = _status(grpc.StatusCode.OK, "") if self._status is None else self._status
-        self._say(CarriedEvent(call_id=self._call_id, status=status))
+        self._say(CarriedEvent(status=status))
 
     def fail(self, code: grpc.StatusCode, details: str) -> None:
         """The handler never got to say how the call ended."""
         self.has_ended = True
-        self._say(CarriedEvent(call_id=self._call_id, status=_status(code, details)))
+        self._say(CarriedEvent(status=_status(code, details)))
 
-    def _say(self, event: CarriedEvent) -> None:
+    def _say(self, event: CarriedEvent | Fill) -> None:
         self.num_unsent += 1
         self._stream.say(self, event)
 
@@ -100,7 +111,7 @@ class CallStream:
         self._send_timeout_s = send_timeout_s
         self._running: dict[int, asyncio.Task[None]] = {}
         self._unwanted: set[int] = set()  # running calls that the other end has cancelled
-        self._unsent: deque[tuple[CallContext, CarriedEvent]] = deque()
+        self._unsent: deque[tuple[CallContext, CarriedEvent | Fill]] = deque()
         self._something = asyncio.Event()
         # Made by the first that waits for it.
         self._departure: asyncio.Event | None = None
@@ -136,7 +147,7 @@ class CallStream:
     def _is_over(self) -> bool:
         return self._is_closed or (self._is_closing and not self._running and not self._unsent)
 
-    def say(self, context: CallContext, event: CarriedEvent) -> None:
+    def say(self, context: CallContext, event: CarriedEvent | Fill) -> None:
         """Queues an event of a call."""
         self._unsent.append((context, event))
         self._something.set()
@@ -209,9 +220,13 @@ class CallStream:
         message = GenerateManyResponse()
         num_bytes = 0
         while self._unsent and len(message.events) < MAX_EVENTS_PER_MESSAGE and num_bytes < MAX_MESSAGE_BYTES:
-            context, event = self._unsent.popleft()
+            context, said = self._unsent.popleft()
             context.num_unsent -= 1
-            message.events.append(event)
+            event = message.events.add(call_id=context.call_id)
+            if isinstance(said, CarriedEvent):
+                event.MergeFrom(said)
+            else:
+                said(event.response)
             num_bytes += event.ByteSize()
         if self._departure is not None:
             self._departure.set()

@@ -86,7 +86,7 @@ class State:
     @property
     def leg_over(self) -> bool:
         """Nothing will come from the prefill any more, or nothing that counts."""
-        return self.leg in {Leg.CLOSED, Leg.LOST}
+        return self.leg is Leg.CLOSED or self.leg is Leg.LOST
 
     @property
     def ended(self) -> bool:
@@ -222,7 +222,7 @@ class CancelDecoding:
 class Emit:
     """Tokens for the caller."""
 
-    tokens: tuple[Token, ...]
+    tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +250,8 @@ Step = tuple[State, tuple[Action, ...]]
 def step(state: State, message: Message) -> Step:
     """What follows from `message` in `state`."""
     match message:
+        case Tokens() if state.pages is Pages.RUNNING:
+            return state, () if state.told else (Emit(message),)
         case CallerGone(error):
             return _fail(state, Failed(error, None))
         case ReserveRefused(error):
@@ -283,11 +285,11 @@ def _from_prefill(state: State, message: PrefillEvent | FirstTokenEnds) -> Step:
         case Scheduled() if state.pages is Pages.NONE and state.wants_pages:
             return replace(state, pages=Pages.IN_LINE), (Reserve(),)
         case FirstToken(token) if not state.has_first_token:
-            return replace(state, has_first_token=True), (Emit((token,)),)
+            return replace(state, has_first_token=True), (Emit(Tokens.of(token)),)
         case FirstTokenEnds() if not state.has_first_token:
             done = Done(message.reason, message.stop_token_id, SpeculationCounts())
             state, told = _tell(replace(state, has_first_token=True), done)
-            return state, (Emit((message.token,)), *told)
+            return state, (Emit(Tokens.of(message.token)), *told)
     return state, ()
 
 
@@ -306,8 +308,6 @@ def _from_engine(state: State, event: DecodeEvent) -> Step:
     match event, state.pages:
         case Reserved(destination), Pages.IN_LINE:
             return replace(state, pages=Pages.EXPOSED), (SendDestination(destination),)
-        case Tokens(tokens), Pages.RUNNING:
-            return state, () if state.told else (Emit(tokens),)
         case DecodeFinished(reason, stop_token_id, speculation), Pages.RUNNING:
             return _tell(replace(state, pages=Pages.RETURNED), Done(reason, stop_token_id, speculation))
         case Preempted(speculation), Pages.RUNNING:

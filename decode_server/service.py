@@ -10,16 +10,18 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from graftline.decode_server import handoff
 from graftline.decode_server.attempt import Attempt
-from graftline.decode_server.call_stream import CallStream
+from graftline.decode_server.call_stream import CallContext, CallStream
+from graftline.decode_server.deliveries import Deliveries
 from graftline.decode_server.peers import Peer, PrefillPeers
 from graftline.decode_server.settings import ServiceSettings
 from graftline.decode_server.traces import AttemptTrace, call_attributes
-from graftline.engine.request import Request, RequestKey, Token, TreeOrigin
-from graftline.engine.service_api import DecodeEngine, HandoffCounts, SpeculationCounts
+from graftline.engine.request import Request, RequestKey, TreeOrigin
+from graftline.engine.service_api import DecodeEngine, HandoffCounts, SpeculationCounts, Tokens
 from graftline.errors import (
     CancelledRequestError,
     GraftlineError,
@@ -37,7 +39,7 @@ from graftline.worker.metrics import DecodeMetrics
 from graftline.worker.translate import (
     finish_reason_message,
     handoff_message,
-    logprob_messages,
+    logprob_message,
     request_from,
     speculation_message,
     start_message,
@@ -62,7 +64,7 @@ class Call:
     def __init__(self, request: Request, span: Span = NO_SPAN) -> None:
         self.request = request
         self.span = span
-        self.emitted: list[Token] = []
+        self.emitted: list[int] = []
         self.speculation = SpeculationCounts()
         self.handoff = HandoffCounts()
         self.tree_origin = TreeOrigin.NONE
@@ -83,7 +85,7 @@ class Call:
         return replace(
             self.request,
             key=RequestKey(key.request_id, attempt),
-            token_ids=self.request.token_ids + tuple(token.token_id for token in self.emitted),
+            token_ids=(*self.request.token_ids, *self.emitted),
         )
 
     def count(self, attempt: Attempt, speculation: SpeculationCounts) -> None:
@@ -149,6 +151,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         self._identity = identity
         self._engine = engine
+        self._deliveries = Deliveries()
         self._peers = peers
         self._limits = limits
         self._eos_token_ids = eos_token_ids
@@ -288,7 +291,16 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             real_tree=self._settings.real_tree,
         )
         trace = AttemptTrace(call.span, request.key, peer.address)
-        attempt = Attempt(request, peer, self._engine, self._settings, self._on_ended, self._metrics.quarantined, trace)
+        attempt = Attempt(
+            request,
+            peer,
+            self._engine,
+            self._deliveries,
+            self._settings,
+            self._on_ended,
+            self._metrics.quarantined,
+            trace,
+        )
         self._open.add(attempt)
         self._idle.clear()
         self._spawn(attempt.run(start, self._metadata + trace.metadata), name=f"handoff {request.key}")
@@ -296,23 +308,34 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _relay(self, call: Call, attempt: Attempt, context: Any) -> handoff.Outcome:
         """Tokens to the caller, until the attempt's outcome."""
+        if isinstance(context, CallContext):
+            attempt.inbox.hand_on(partial(self._pass_on, call, context))
         try:
-            while isinstance(item := await attempt.inbox.get(), tuple):
-                self._count_tokens(call, len(item))
-                call.emitted.extend(item)
+            while isinstance(item := await attempt.inbox.get(), Tokens):
+                self._count_tokens(call, item)
                 await self._send(context, tokens_message(item))
             return item
         except BaseException:
             attempt.cancel(CancelledRequestError("the caller went away"))
             raise
 
-    def _count_tokens(self, call: Call, num_tokens: int) -> None:
+    def _pass_on(self, call: Call, context: CallContext, tokens: Tokens) -> bool:
+        """Tokens to the caller without a turn of the call's task; whether there was room for them."""
+        if not context.has_room:
+            return False
+        self._count_tokens(call, tokens)
+        context.fill(partial(fill_tokens, tokens))
+        return True
+
+    def _count_tokens(self, call: Call, tokens: Tokens) -> None:
+        num_tokens = len(tokens.ids)
         now_s = time.monotonic()
         if call.emitted:
             self._metrics.tokens(num_tokens, now_s - call.last_token_s)
         else:
             self._metrics.first_token(now_s - call.started_s)
         call.last_token_s = now_s
+        call.emitted += tokens.ids
 
     async def _send(self, context: Any, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
         try:
@@ -329,10 +352,15 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             self._idle.set()
 
 
-def tokens_message(tokens: tuple[Token, ...]) -> decode_pb2.DecodeServiceGenerateResponse:
+def tokens_message(tokens: Tokens) -> decode_pb2.DecodeServiceGenerateResponse:
     """Tokens on their way to the caller."""
-    return decode_pb2.DecodeServiceGenerateResponse(
-        tokens=decode_pb2.DecodeTokens(
-            token_ids=[token.token_id for token in tokens], logprobs=logprob_messages(tokens)
-        )
-    )
+    message = decode_pb2.DecodeServiceGenerateResponse()
+    fill_tokens(tokens, message)
+    return message
+
+
+def fill_tokens(tokens: Tokens, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
+    """Writes tokens into an empty message."""
+    message.tokens.token_ids.extend(tokens.ids)
+    if tokens.logprobs:
+        message.tokens.logprobs.extend(map(logprob_message, tokens.logprobs))

@@ -84,8 +84,8 @@ class AttemptTrace:
                 self._lose(reason)
             case Drained():
                 self._handoff.end()
-            case Tokens(tokens):
-                self._round(len(tokens))
+            case Tokens(ids):
+                self._round(len(ids))
             case DecodeFinished(speculation=counts) | Preempted(counts):
                 self._end_rounds(counts)
             case DecodeFailed(reason):

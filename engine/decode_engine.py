@@ -8,11 +8,12 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graftline.engine.config import EngineConfig
-from graftline.engine.decode_request import DecodeRequest, Ending, Phase
+from graftline.engine.decode_request import DecodeRequest, Ending, Outcome, Phase
 from graftline.engine.device_rounds import round_size
 from graftline.engine.engine_thread import EngineThread
 from graftline.engine.microbatch import Microbatch, MicrobatchSet
@@ -22,8 +23,8 @@ from graftline.engine.plan import (
     DigestUnits,
     PageChange,
     Report,
+    RoundResult,
     Segment,
-    SegmentOutcome,
     SentPool,
     SlotOpening,
     StepPlan,
@@ -32,6 +33,7 @@ from graftline.engine.plan import (
 from graftline.engine.quarantine import Quarantine
 from graftline.engine.rates import DecodeTotals, RecentRate
 from graftline.engine.request import DraftTree, Request, RequestKey, Sampling, SlotId, Token
+from graftline.engine.round_results import round_outcomes
 from graftline.engine.service_api import (
     DecodeCancelled,
     DecodeEvent,
@@ -42,12 +44,12 @@ from graftline.engine.service_api import (
     EngineLoad,
     Preempted,
     Reserved,
-    Tokens,
 )
 from graftline.engine.slots import SlotPool
 from graftline.engine.step_pipeline import StepPipeline
 from graftline.engine.waiting_line import WaitingLine
 from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavailableError
+from graftline.kernels.round_open import RoundLayout
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,8 @@ class DecodeScheduler:
     ) -> None:
         self._config = config
         self._has_state = has_state
+        self._path_len = config.tree.path_len
+        self._round_layout = RoundLayout(config.tree.longest_path_len, config.tree.nodes)
         self._pipeline = pipeline
         self._context_len = context_len
         self._vocab_size = vocab_size
@@ -129,6 +133,7 @@ class DecodeScheduler:
         self._slots = SlotPool(config.max_running)
         self._quarantine = Quarantine(self._pages, self._slots, config.quarantine_s)
         self._requests: dict[RequestKey, DecodeRequest] = {}
+        self._said: deque[tuple[Callable[[DecodeEvent], None], DecodeEvent]] = deque()
         self._line: WaitingLine[DecodeRequest] = WaitingLine()
         self._batches = MicrobatchSet(config.num_stages, config.rounds_ahead)
         self._steps = itertools.count()
@@ -190,7 +195,7 @@ class DecodeScheduler:
 
     def _handle(self, item: "_Command | Report") -> None:
         match item:
-            case StepResult():
+            case StepResult() | RoundResult():
                 self._apply(item)
             case _Reserve(request, deliver):
                 self._enqueue(request, deliver)
@@ -214,6 +219,7 @@ class DecodeScheduler:
         while any(self._launch(batch) for batch in list(self._batches.ready())):
             pass
         self._load = self._snapshot()
+        self._deliver()
 
     def _beat(self) -> None:
         self._quarantine.expire()
@@ -226,8 +232,18 @@ class DecodeScheduler:
         for request in list(self._requests.values()):
             self._forget(request)
             if not request.ended:
-                request.deliver(DecodeFailed(reason, DecodeFailure.ENGINE_LOST))
+                self._say(request, DecodeFailed(reason, DecodeFailure.ENGINE_LOST))
         self._load = self._snapshot()
+        self._deliver()
+
+    def _say(self, request: DecodeRequest, event: DecodeEvent) -> None:
+        """Delivers an event at the end of this turn: the stages' next rounds do not wait for who hears of the last."""
+        self._said.append((request.deliver, event))
+
+    def _deliver(self) -> None:
+        while self._said:
+            deliver, event = self._said.popleft()
+            deliver(event)
 
     # --- reservations ------------------------------------------------------------------------------------------
 
@@ -250,7 +266,7 @@ class DecodeScheduler:
             request.pages = self._pages.allocate(self._prompt_pages(request))
             request.slot = self._slots.take()
             request.phase = Phase.RESERVED
-            request.deliver(Reserved(Destination(tuple(request.pages), request.slot)))
+            self._say(request, Reserved(Destination(tuple(request.pages), request.slot)))
 
     def _fits(self, request: DecodeRequest) -> bool:
         """Whether there are pages for its prompt, and one for everybody who runs."""
@@ -339,7 +355,7 @@ class DecodeScheduler:
             return
         self.totals.failures += 1
         self._forget(request)
-        request.deliver(DecodeFailed("the KV that arrived is not what was sent", DecodeFailure.KV_DIFFERS))
+        self._say(request, DecodeFailed("the KV that arrived is not what was sent", DecodeFailure.KV_DIFFERS))
 
     def _usable(self, tree: DraftTree, first_token: Token) -> DraftTree:
         """The tree a peer sent as deep as rounds take it, if it is one for this first token and this model; any tree
@@ -361,11 +377,11 @@ class DecodeScheduler:
 
     def _drop_cancelled(self, request: DecodeRequest) -> None:
         self._forget(request)
-        request.deliver(DecodeCancelled())
+        self._say(request, DecodeCancelled())
 
     def _end(self, request: DecodeRequest, ending: Ending) -> None:
         self._retire(request)
-        request.deliver(DecodeFinished(ending.reason, ending.stop_token_id, request.counts))
+        self._say(request, DecodeFinished(ending.reason, ending.stop_token_id, request.counts))
 
     def _retire(self, request: DecodeRequest) -> None:
         """Nothing more is wanted of a request. A round launched ahead still writes to its pages: they wait for it."""
@@ -378,21 +394,28 @@ class DecodeScheduler:
         logger.info("%s is preempted after %d output tokens", request.request.key, request.output_len)
         self.totals.preemptions += 1
         self._forget(request)
-        request.deliver(Preempted(request.counts))
+        self._say(request, Preempted(request.counts))
 
     def _launch(self, batch: Microbatch) -> bool:
         """Starts a round of a microbatch, if it has anyone who can run; whether it did."""
-        is_ahead = bool(batch.steps)
-        if is_ahead and not self._can_run_ahead(batch):
-            return False
-        is_fixed = self._config.device_rounds and all(request.is_plain for request in batch.members)
+        if batch.steps:
+            wanted_pages = self._pages_of_next(batch)
+            if wanted_pages is None:
+                return False
+            is_fixed = True
+        else:
+            wanted_pages = {}
+            is_fixed = self._config.device_rounds and all(request.is_plain for request in batch.members)
         openings: list[SlotOpening] = []
         changes: list[PageChange] = []
         segments: list[Segment] = []
-        for request in list(batch.members):
-            if request.phase is not Phase.RUNNING or request not in batch.members or not request.wants_rounds:
+        for request in batch.members.copy():
+            if not request.wants_rounds or request not in batch.members:
                 continue  # among others: preempted for the sake of one before it
-            segment = self._carry_on(request) if request.in_flight else self._start_over(request)
+            if request.in_flight:
+                segment: Segment | None = self._carry_on(request, wanted_pages[request.slot])
+            else:
+                segment = self._start_over(request)
             if segment is None:
                 continue
             if not request.opened:
@@ -410,33 +433,37 @@ class DecodeScheduler:
             self._pipeline.submit(plan)
         return bool(segments)
 
-    def _can_run_ahead(self, batch: Microbatch) -> bool:
-        """Whether a round may start before the one under way was read: without taking anything from anybody, with
-        room for the worst case of both, and when no one waits for the microbatch to land: to be preempted, or moved.
+    def _pages_of_next(self, batch: Microbatch) -> dict[SlotId, int] | None:
+        """Pages, by slot, for a round behind those under way, all of whose drafts may be accepted.
+
+        Returns:
+            None when it may not start before the one under way was read: without taking anything from anybody, with
+            room for the worst case of both, and when no one waits for the microbatch to land: to be preempted, or
+            moved.
         """
-        if self._batches.is_overfull(batch):
-            return False
-        if not batch.carries or not any(request.in_flight and request.wants_rounds for request in batch.members):
-            return False
+        if not batch.carries or self._batches.is_overfull(batch):
+            return None
+        wanted: dict[SlotId, int] = {}
         missing = 0
+        is_under_way = False
+        path_len, nodes, page_size = self._path_len, self._config.tree.nodes, self._config.page_size
         for request in batch.members:
             if request.preempt_wanted or request.preempt_forced or not request.is_plain:
-                return False
-            if request.phase is Phase.RUNNING and request.wants_rounds:
-                missing += max(0, self._pages_ahead(request) - len(request.pages))
-        return missing <= self._pages.num_available
+                return None
+            if not request.wants_rounds:
+                continue
+            if request.in_flight:
+                is_under_way = True
+                positions = request.committed + request.most_under_way(path_len) + nodes
+            else:
+                positions = request.committed + request.next_tree().num_nodes
+            num_pages = wanted[request.slot] = num_pages_for(positions, page_size)
+            missing += max(0, num_pages - len(request.pages))
+        return wanted if is_under_way and missing <= self._pages.num_available else None
 
-    def _pages_ahead(self, request: DecodeRequest) -> int:
-        """Pages for a round behind those under way, all of whose drafts may be accepted."""
-        tree = self._config.tree
-        slots = request.committed + request.most_under_way(tree.path_len)
-        nodes = tree.nodes if request.in_flight else request.next_tree().num_nodes
-        return num_pages_for(slots + nodes, self._config.page_size)
-
-    def _carry_on(self, request: DecodeRequest) -> Segment:
-        wanted = self._pages_ahead(request)
-        if wanted > len(request.pages):
-            request.pages += self._pages.allocate(wanted - len(request.pages))
+    def _carry_on(self, request: DecodeRequest, num_pages: int) -> Segment:
+        if num_pages > len(request.pages):
+            request.pages += self._pages.allocate(num_pages - len(request.pages))
         return request.carried_segment(grow=self._config.tree.speculates)
 
     def _start_over(self, request: DecodeRequest) -> Segment | None:
@@ -465,20 +492,28 @@ class DecodeScheduler:
         self._preempt(victim)
         return 0 if victim is request else self._make_room(request)
 
-    def _apply(self, result: StepResult) -> None:
+    def _apply(self, result: StepResult | RoundResult) -> None:
         self._pipeline.finished(result.step)
         batch, nodes = self._batches.landed(result.microbatch, result.step)
-        by_slot = {request.slot: request for request in batch.members}
-        for outcome in result.outcomes:
-            request = by_slot[SlotId(outcome.slot)]
+        by_slot: dict[int, DecodeRequest] = {request.slot: request for request in batch.members}
+        outcomes: Sequence[Outcome] = (
+            result.outcomes if isinstance(result, StepResult) else round_outcomes(result, self._round_layout)
+        )
+        totals = self.totals
+        request_rounds, output_tokens = totals.request_rounds, totals.output_tokens
+        for outcome in outcomes:
+            request = by_slot[outcome.slot]
             request.landed(nodes)
             self._apply_outcome(request, outcome)
-        self.totals.rounds += 1
+        totals.rounds += 1
+        self._recent_rounds.add(totals.request_rounds - request_rounds)
+        self._token_rate.add(totals.output_tokens - output_tokens)
+        self._recent_accepted.add(totals.output_tokens - output_tokens)
         self._preempt_wanted(batch)
         self._force_preemption(batch)
         self._batches.level(batch)
 
-    def _apply_outcome(self, request: DecodeRequest, outcome: SegmentOutcome) -> None:
+    def _apply_outcome(self, request: DecodeRequest, outcome: Outcome) -> None:
         if request.ended:
             if not request.in_flight:
                 self._forget(request)
@@ -490,27 +525,24 @@ class DecodeScheduler:
         if outcome.error:
             self.totals.failures += 1
             self._retire(request)
-            request.deliver(DecodeFailed(outcome.error))
+            self._say(request, DecodeFailed(outcome.error))
             return
         tokens, ending = request.apply(outcome)
-        self._count(request, len(tokens))
-        request.deliver(Tokens(tokens))
+        self._count(request, len(tokens.ids))
+        self._say(request, tokens)
         if ending is not None:
             self._end(request, ending)
 
     def _count(self, request: DecodeRequest, num_tokens: int) -> None:
-        totals, drafted = self.totals, request.verified_nodes - 1
+        totals = self.totals
         totals.request_rounds += 1
         totals.output_tokens += num_tokens
-        totals.drafted += drafted
+        totals.drafted += request.verified_nodes - 1
         totals.accepted += num_tokens - 1
-        if request.counts.rounds == 1:
+        if request.rounds == 1:
             totals.first_rounds += 1
-            totals.first_round_drafted += drafted
-            totals.first_round_accepted += num_tokens - 1
-        self._token_rate.add(num_tokens)
-        self._recent_rounds.add(1)
-        self._recent_accepted.add(num_tokens)
+            totals.first_round_drafted += request.first_round_drafted
+            totals.first_round_accepted += request.first_round_accepted
 
     def _preempt_wanted(self, batch: Microbatch) -> None:
         """Who was in flight when an older request needed its pages gives way now, if there still are none."""

@@ -1,14 +1,19 @@
 """The state of one request on a decode engine, and the arithmetic of its rounds."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeAlias
 
 from graftline.engine.plan import PageChange, Segment, SegmentOutcome, SlotOpening
 from graftline.engine.request import DraftTree, FinishReason, PageId, Request, SlotId, Token
-from graftline.engine.service_api import DecodeEvent, SpeculationCounts
+from graftline.engine.round_results import RoundOutcome
+from graftline.engine.service_api import DecodeEvent, SpeculationCounts, Tokens
+
+Outcome: TypeAlias = SegmentOutcome | RoundOutcome
 
 
 class Phase(Enum):
@@ -33,9 +38,8 @@ class DecodeRequest:
 
     Attributes:
         committed: L, positions whose KV is final.
-        tree: what was grown last; its root is the bonus token.
-        accepted: nodes accepted in the last round, still to be moved by the stages.
         output_len: output tokens so far, those of earlier attempts included.
+        left: tokens that may still be emitted.
         limit_len: most tokens of prompt and output together.
         opened: whether the stages know the slot.
         told_pages: pages that the stages know.
@@ -44,6 +48,8 @@ class DecodeRequest:
         ended: nothing more is wanted of it; what it holds is given back once no round is under way.
         preempt_wanted: an older request needs its pages.
         preempt_forced: preempted whatever happens, as soon as no round is under way.
+        rounds, drafted, accepted, first_round_drafted, first_round_accepted: see `counts`.
+        ending_ids: tokens that end it.
     """
 
     request: Request
@@ -53,9 +59,8 @@ class DecodeRequest:
     pages: list[PageId] = field(default_factory=list)
     slot: SlotId = field(default_factory=lambda: SlotId(-1))
     committed: int = 0
-    tree: DraftTree = field(default_factory=lambda: DraftTree.root_only(0))
-    accepted: list[int] = field(default_factory=list)
     output_len: int = 0
+    left: int = 0
     opened: bool = False
     told_pages: int = 0
     launched: deque[int | None] = field(default_factory=deque)
@@ -65,8 +70,38 @@ class DecodeRequest:
     preempt_forced: bool = False
     order: int = 0
     verified_nodes: int = 0
-    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    first_round_drafted: int = 0
+    first_round_accepted: int = 0
     arrived_s: float = field(default_factory=time.monotonic)
+    ending_ids: frozenset[int] = field(init=False)
+    _plain_from: float = field(init=False)  # output length
+    _grown: "DraftTree | Outcome" = field(default_factory=lambda: DraftTree.root_only(0))
+    _unmoved: "Outcome | None" = None  # its accepted nodes are still to be moved by the stages
+    _carried: Segment | None = None
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.ending_ids = request.stopping.ending_ids
+        self._plain_from = request.stopping.min_tokens if self.ending_ids else 0
+        if request.logprobs is not None or request.sampling.logit_bias:
+            self._plain_from = math.inf
+
+    @property
+    def tree(self) -> DraftTree:
+        """What was grown last; its root is the bonus token."""
+        if not isinstance(self._grown, DraftTree):
+            self._grown = self._grown.tree() or DraftTree.root_only(self._grown.ids[-1])
+        return self._grown
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """What speculation did so far."""
+        return SpeculationCounts(
+            self.rounds, self.drafted, self.accepted, self.first_round_drafted, self.first_round_accepted
+        )
 
     @property
     def in_flight(self) -> bool:
@@ -76,14 +111,12 @@ class DecodeRequest:
     @property
     def wants_rounds(self) -> bool:
         """Whether another round is of use, as far as the host knows: each under way emits one token at least."""
-        return not self.ended and not self.cancelled and self.remaining() > len(self.launched)
+        return self.left > len(self.launched) and not self.ended and not self.cancelled
 
     @property
     def is_plain(self) -> bool:
         """Whether its rounds need no more than tokens: no logprobs, no bias, no ending forbidden from here on."""
-        request = self.request
-        is_free_to_end = self.output_len >= request.stopping.min_tokens or not request.stopping.ending_ids
-        return request.logprobs is None and not request.sampling.logit_bias and is_free_to_end
+        return self.output_len >= self._plain_from
 
     def start(self, first_token: Token, tree: DraftTree) -> None:
         """The handoff is complete: the prompt is committed, the tree's root is the first token."""
@@ -91,16 +124,12 @@ class DecodeRequest:
         self.phase = Phase.RUNNING
         self.committed = len(self.request.token_ids)
         self.output_len = self.request.num_earlier_tokens + 1
-        self.tree = tree
+        self.left = self._left()
+        self._grown = tree
 
     def next_tree(self) -> DraftTree:
         """What of the tree is worth verifying."""
         return self.tree.pruned(self.max_depth())
-
-    def remaining(self) -> int:
-        """Tokens that may still be emitted."""
-        by_limit = self.limit_len - (self.committed + 1)
-        return min(self.request.stopping.max_tokens - self.output_len, by_limit)
 
     def most_under_way(self, path_len: int) -> int:
         """Most tokens that the rounds under way may emit.
@@ -108,18 +137,22 @@ class DecodeRequest:
         Args:
             path_len: most that one emits which verifies what the one before it leaves.
         """
-        return sum(path_len if nodes is None else 1 + self.next_tree().depth for nodes in self.launched)
+        num_carried = self.launched.count(None)
+        most = num_carried * path_len
+        if num_carried < len(self.launched):
+            most += (len(self.launched) - num_carried) * (1 + self.next_tree().depth)
+        return most
 
     def max_depth(self) -> int:
         """Depth below which drafts are of no use: a round emits at most depth + 1 tokens."""
-        return max(0, self.remaining() - 1)
+        return max(0, self.left - 1)
 
     def ending_before_start(self) -> Ending | None:
         """Whether the first token ended the request already."""
         token_id = self.tree.tokens[0]
-        if token_id in self.request.stopping.ending_ids:
+        if token_id in self.ending_ids:
             return Ending(FinishReason.STOP, token_id)
-        return Ending(FinishReason.LENGTH) if self.remaining() <= 0 else None
+        return Ending(FinishReason.LENGTH) if self.left <= 0 else None
 
     def opening(self) -> SlotOpening:
         """What the last stage must know."""
@@ -136,7 +169,8 @@ class DecodeRequest:
     def segment(self, num_nodes: int, grow: bool) -> Segment:
         """The rows of the next round: the first `num_nodes` of the tree."""
         self.launched.append(num_nodes)
-        accepted, self.accepted = self.accepted, []
+        accepted = [] if self._unmoved is None else self._unmoved.accepted
+        self._unmoved = None
         tree = self.next_tree()
         return Segment(
             slot=int(self.slot),
@@ -152,48 +186,47 @@ class DecodeRequest:
     def carried_segment(self, grow: bool) -> Segment:
         """The rows of a round launched before the one under way was read: whatever tree that one leaves."""
         self.launched.append(None)
-        return Segment(int(self.slot), 0, [], None, 0, -1, [], grow, carry=True)
+        if self._carried is None or self._carried.grow != grow:
+            self._carried = Segment(int(self.slot), 0, [], None, 0, -1, [], grow, carry=True)
+        return self._carried
 
     def landed(self, most_nodes: int) -> None:
         """The oldest round under way is over, which verified so many nodes of the tree at most."""
         nodes = self.launched.popleft()
-        self.verified_nodes = min(most_nodes, self.tree.num_nodes if nodes is None else nodes)
+        self.verified_nodes = min(most_nodes, max(1, self._grown.num_nodes) if nodes is None else nodes)
 
-    def apply(self, outcome: SegmentOutcome) -> tuple[tuple[Token, ...], Ending | None]:
+    def apply(self, outcome: Outcome) -> tuple[Tokens, Ending | None]:
         """Takes a round's outcome in.
 
         Returns:
             Tokens to emit, cut where the request ends, and how it ends, if it does.
         """
-        ending_ids = self.request.stopping.ending_ids
-        emitted: list[Token] = []
+        ids, room = outcome.ids, self.left
+        self.committed += len(ids)
         ending: Ending | None = None
-        room = self.remaining()
-        for sampled in outcome.tokens:
-            emitted.append(sampled.to_token())
-            if sampled.token_id in ending_ids:
-                ending = Ending(FinishReason.STOP, sampled.token_id)
-            elif len(emitted) == room:
-                ending = Ending(FinishReason.LENGTH)
-            if ending is not None:
-                break
-        self._count(len(emitted))
-        self.output_len += len(emitted)
-        self.committed += len(outcome.accepted)
-        self.accepted = [] if None in self.launched else outcome.accepted
-        self.tree = outcome.tree() or DraftTree.root_only(outcome.tokens[-1].token_id)
-        return tuple(emitted), ending
+        if len(ids) >= room:
+            ids, ending = ids[:room], Ending(FinishReason.LENGTH)
+        if not self.ending_ids.isdisjoint(ids):
+            end = next(index for index, token_id in enumerate(ids) if token_id in self.ending_ids)
+            ids, ending = ids[: end + 1], Ending(FinishReason.STOP, ids[end])
+        self._count(len(ids))
+        self.output_len += len(ids)
+        self.left = self._left()
+        self._unmoved = None if None in self.launched else outcome
+        self._grown = outcome
+        return Tokens(tuple(ids), outcome.logprobs[: len(ids)]), ending
+
+    def _left(self) -> int:
+        by_limit = self.limit_len - (self.committed + 1)
+        return min(self.request.stopping.max_tokens - self.output_len, by_limit)
 
     def _count(self, num_emitted: int) -> None:
-        before, drafted, accepted = self.counts, self.verified_nodes - 1, num_emitted - 1
-        is_first = before.rounds == 0
-        self.counts = SpeculationCounts(
-            rounds=before.rounds + 1,
-            drafted=before.drafted + drafted,
-            accepted=before.accepted + accepted,
-            first_round_drafted=drafted if is_first else before.first_round_drafted,
-            first_round_accepted=accepted if is_first else before.first_round_accepted,
-        )
+        drafted, accepted = self.verified_nodes - 1, num_emitted - 1
+        if self.rounds == 0:
+            self.first_round_drafted, self.first_round_accepted = drafted, accepted
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
 
 
 def slot_opening(request: Request, slot: int) -> SlotOpening:

@@ -27,6 +27,7 @@ from graftline.kernels.round_open import OpenRounds
 from graftline.kernels.round_walk import WalkedRounds, walk_rounds
 from graftline.kernels.sample import argmax, sample
 from graftline.kernels.tree_batch import TreeBatch
+from graftline.kernels.upload import RecurringUploads
 
 _FOLLOW_TIMEOUT_S = 60.0
 
@@ -101,6 +102,7 @@ class DeviceRounds:
         self._tells = is_first or not shares_state
         self._follows = is_first and not is_last and shares_state
         self._newest: dict[int, int] = {}
+        self._uploads = RecurringUploads(state.device)
         self._returning = ReturningRounds(returns) if is_last and returns else None
         self._returned = ReturnedRounds(returns[0], state) if not is_last and returns else None
 
@@ -132,7 +134,7 @@ class DeviceRounds:
         if self._follows and any(segment.carry for segment in plan.segments):
             self.state.order.follow(plan.microbatch, self._newest[plan.microbatch], _FOLLOW_TIMEOUT_S)
         self._newest[plan.microbatch] = plan.step
-        self.state.begin(plan.segments, inputs.slots, tell=self._tells)
+        self.state.begin(plan.segments, inputs.slots, self._uploads, tell=self._tells)
         if inputs.payload is not None:
             assert payload is not None, "a later stage needs the hidden states of the one before"
             inputs.payload.copy_(payload, non_blocking=True)

@@ -38,9 +38,9 @@ IDLE_LINK_TIMEOUT = timedelta(days=30)
 
 MAX_MESSAGE_BYTES = 64 << 20
 
-# First frame of a message: lengths, then as much of the message as fits. Small plans take one send.
+# First frame of a message: lengths, then as much of the message as fits. Plans and results of rounds take one send.
 _HEADER = struct.Struct("<IBII")
-_FRAME_BYTES = 2048
+_FRAME_BYTES = 8192
 _DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
 _DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
@@ -60,6 +60,7 @@ class DistributedLink:
         self._target = target
         self._payloads = payloads or HostPayloads(group, source, target, torch.device("cpu"))
         self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        self._frame_bytes = self._frame.numpy().data  # the same memory
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
         """See `Sender`."""
@@ -77,7 +78,7 @@ class DistributedLink:
 
     def _ship(self, text: bytes, ship_payload: Callable[[], None] | None) -> None:
         head, rest = text[:_FRAME_BYTES], text[_FRAME_BYTES:]
-        self._frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._frame_bytes[: len(head)] = head
         send_tensor(self._frame, self._target, self._group)
         if rest:
             send_tensor(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self._target, self._group)
@@ -87,11 +88,10 @@ class DistributedLink:
     def receive(self) -> tuple[Message, Tensor | None]:
         """See `Receiver`."""
         receive_tensor(self._frame, self._source, self._group)
-        frame = self._frame.numpy().tobytes()
-        length, code, rows, columns = _HEADER.unpack_from(frame)
+        length, code, rows, columns = _HEADER.unpack_from(self._frame_bytes)
         if length > MAX_MESSAGE_BYTES:
             raise InternalError(f"a stage message of {length} bytes")
-        body = frame[_HEADER.size : _HEADER.size + length]
+        body = bytes(self._frame_bytes[_HEADER.size : _HEADER.size + length])
         missing = length - len(body)
         if missing:
             rest = torch.empty(missing, dtype=torch.uint8)

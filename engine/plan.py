@@ -1,9 +1,9 @@
 """What stage 0 tells every stage to do, and what comes back: the only words stages exchange.
 
 A `StepPlan` travels down the pipeline with the hidden states; the last stage answers with a `StepTokens`
-(as soon as tokens are sampled, when the plan asks for it) and a `StepResult`. Control messages and the
-reports they cause travel beside the plans. Everything is a typed msgpack struct: nothing here is decoded
-into anything but these classes. Plans carry values, never references to live state.
+(as soon as tokens are sampled, when the plan asks for it) and a `StepResult`, or a `RoundResult`. Control
+messages and the reports they cause travel beside the plans. Everything is a typed msgpack struct: nothing
+here is decoded into anything but these classes. Plans carry values, never references to live state.
 """
 
 from enum import Enum
@@ -136,6 +136,21 @@ class SegmentOutcome(msgspec.Struct, frozen=True, array_like=True):
     tree_parents: list[int]
     error: str = ""
 
+    @property
+    def ids(self) -> list[int]:
+        """Of the emitted tokens."""
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the emitted tokens, when the request wants them."""
+        return tuple(logprob for token in self.tokens if (logprob := token.to_token().logprob) is not None)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the grown tree; 0 for none."""
+        return len(self.tree_tokens)
+
     def tree(self) -> DraftTree | None:
         """The grown tree, if one was."""
         if not self.tree_tokens:
@@ -160,6 +175,20 @@ class StepResult(_Message, frozen=True):
     step: int
     microbatch: int
     outcomes: list[SegmentOutcome]
+
+
+class RoundResult(_Message, frozen=True):
+    """The end of a round of fixed shape, from the last stage; `engine/round_results.py` reads and writes it.
+
+    Attributes:
+        slots: of its requests.
+        rows: [slots, width] int32: the emitted tokens of each, padded with -1, and its row of `RoundState`.
+    """
+
+    step: int
+    microbatch: int
+    slots: list[int]
+    rows: bytes
 
 
 # --- control and reports -------------------------------------------------------------------------------------
@@ -300,7 +329,8 @@ class DigestDone(_Message, frozen=True):
 
 
 Control: TypeAlias = Heartbeat | Stop | PairPeer | ForgetPeer | SendOrder | CancelSends | DigestUnits
-Report: TypeAlias = StageReady | StageAlive | StageFailed | StepTokens | StepResult | SendDone | DigestDone
+StepReport: TypeAlias = StepTokens | StepResult | RoundResult
+Report: TypeAlias = StageReady | StageAlive | StageFailed | StepReport | SendDone | DigestDone
 Message: TypeAlias = StepPlan | Control | Report
 
 _ENCODER = msgspec.msgpack.Encoder()

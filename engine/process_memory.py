@@ -1,5 +1,6 @@
-"""How much memory this process holds, as the system and torch see it."""
+"""How much memory this process holds, as the system and torch see it, and what of it is left alone by the collector."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -21,3 +22,13 @@ def device_bytes() -> int:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
+
+
+def keep_what_is_there() -> None:
+    """Tells the garbage collector that what this process holds now stays to its end.
+
+    A full collection looks at every object with the interpreter's lock held, and objects of libraries alone are
+    hundreds of thousands: without this, all requests stand still for 0.2 s whenever enough has come on top of them.
+    """
+    gc.collect()
+    gc.freeze()

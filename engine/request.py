@@ -160,6 +160,8 @@ class DraftTree:
 
     def pruned(self, max_depth: int) -> "DraftTree":
         """The nodes at most `max_depth` below the root, in their order."""
+        if max_depth >= self.num_nodes - 1:
+            return self
         depths = self.depths()
         kept = [node for node, depth in enumerate(depths) if depth <= max_depth]
         if len(kept) == len(depths):

@@ -9,31 +9,74 @@ import torch
 from torch import Tensor
 
 from graftline.engine.device_event import send_to_host
-from graftline.engine.plan import SampledToken, SegmentOutcome, StepPlan, StepResult
-from graftline.engine.round_state import RoundState
+from graftline.engine.plan import RoundResult, StepPlan
+from graftline.engine.request import DraftTree, TokenLogprob
 from graftline.engine.verify import NO_FINITE_LOGIT
+from graftline.kernels.round_open import RoundLayout
 
-Emit = Callable[[StepResult], None]
+Emit = Callable[[RoundResult], None]
 
 
-def step_result(plan: StepPlan, rows: list[list[int]], state: RoundState) -> StepResult:
-    """A round in the words of a plan.
+def round_result(plan: StepPlan, output: Tensor) -> RoundResult:
+    """A round on its way to the scheduler.
 
     Args:
-        rows: what `DeviceRounds.run` returned on the last stage.
+        output: what `DeviceRounds.run` returned on the last stage, in the host's memory; rows of padding come last.
     """
+    slots = [segment.slot for segment in plan.segments]
+    return RoundResult(plan.step, plan.microbatch, slots, output.numpy()[: len(slots)].astype("i4").tobytes())
+
+
+@dataclass(slots=True)
+class RoundOutcome:
+    """What a round meant for one request, as `SegmentOutcome` has it. What is seldom asked for is unpacked then.
+
+    Attributes:
+        ids: emitted tokens, one per accepted node.
+        num_nodes: of the tree that comes next.
+        error: why the request must fail, else "".
+    """
+
+    slot: int
+    ids: list[int]
+    num_nodes: int
+    error: str
+    _row: list[int]  # of `RoundState`
+    _layout: RoundLayout
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """A round of fixed shape knows none."""
+        return ()
+
+    @property
+    def accepted(self) -> list[int]:
+        """Verified nodes that hold, the root first."""
+        return [node for node in self._row[self._layout.accepted_at : self._layout.tokens_at] if node >= 0]
+
+    def tree(self) -> DraftTree:
+        """The tree that comes next."""
+        tokens_at, parents_at = self._layout.tokens_at, self._layout.parents_at
+        tokens = self._row[tokens_at : tokens_at + self.num_nodes]
+        return DraftTree(tuple(tokens), tuple(self._row[parents_at : parents_at + self.num_nodes]))
+
+
+def round_outcomes(result: RoundResult, layout: RoundLayout) -> list[RoundOutcome]:
+    """What a round meant for its requests.
+
+    Args:
+        layout: of the last stage's `RoundState`.
+    """
+    values: list[int] = memoryview(result.rows).cast("i").tolist()
+    path_len, accepted_at, tokens_at = layout.path_len, layout.accepted_at, layout.tokens_at
+    width = path_len + layout.width
     outcomes = []
-    for segment, row in zip(plan.segments, rows, strict=False):  # rows of padding follow
-        emitted = row[: state.path_len]
-        accepted, tokens, parents = state.unpack(row[state.path_len :])
-        ids = emitted[: len(accepted)]
-        error = NO_FINITE_LOGIT if min(ids, default=0) < 0 else ""
-        sampled = [] if error else [SampledToken(token_id) for token_id in ids]
-        grows = segment.grow and not error
-        outcomes.append(
-            SegmentOutcome(segment.slot, accepted, sampled, tokens if grows else [], parents if grows else [], error)
-        )
-    return StepResult(plan.step, plan.microbatch, outcomes)
+    for first, slot in zip(range(0, len(values), width), result.slots, strict=True):
+        row = values[first + path_len : first + width]
+        ids = values[first : first + path_len - row[accepted_at:tokens_at].count(-1)]
+        error = NO_FINITE_LOGIT if -1 in ids else ""
+        outcomes.append(RoundOutcome(slot, ids, row[1], error, row, layout))
+    return outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +90,7 @@ class _Landing:
 class RoundReader:
     """Emits results of rounds. On CUDA from a thread of its own, once each result has arrived; on CPU at once."""
 
-    def __init__(self, state: RoundState) -> None:
-        self._state = state
+    def __init__(self) -> None:
         self._landings: queue.SimpleQueue[_Landing | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -60,7 +102,7 @@ class RoundReader:
             RuntimeError: an earlier round could not be read.
         """
         if output.device.type != "cuda":
-            emit(step_result(plan, output.tolist(), self._state))
+            emit(round_result(plan, output))
             return
         if self._failure is not None:
             raise RuntimeError("a round could not be read") from self._failure
@@ -78,7 +120,7 @@ class RoundReader:
         while (landing := self._landings.get()) is not None:
             try:
                 landing.arrived.synchronize()
-                landing.emit(step_result(landing.plan, landing.rows.tolist(), self._state))
+                landing.emit(round_result(landing.plan, landing.rows))
             except Exception as error:
                 self._failure = error
                 return

@@ -15,6 +15,7 @@ from torch import Tensor
 from graftline.engine.links_payload import Payloads
 from graftline.engine.plan import StepPlan
 from graftline.engine.round_state import RoundState
+from graftline.kernels.upload import RecurringUploads
 
 
 class ReturningRounds:
@@ -55,6 +56,7 @@ class ReturnedRounds:
     def __init__(self, way: Payloads, state: RoundState) -> None:
         self._way = way
         self._state = state
+        self._uploads = RecurringUploads(state.device)
         self._expected: deque[_Expected] = deque()
 
     def launched(self, plan: StepPlan) -> None:
@@ -81,4 +83,4 @@ class ReturnedRounds:
     def _take(self, expected: _Expected) -> None:
         columns = self._state.path_len + self._state.layout.width
         results = self._way.take(len(expected.slots), columns, torch.int64)
-        self._state.put(expected.slots, results[:, self._state.path_len :])
+        self._state.put(self._uploads.of(expected.slots), results[:, self._state.path_len :])

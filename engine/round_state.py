@@ -16,7 +16,7 @@ from graftline.engine.tree_shape import TreeShape
 from graftline.kernels.round_open import OpenRounds, RoundLayout, open_rounds
 from graftline.kernels.round_walk import WalkedRounds, close_rounds
 from graftline.kernels.sample import SamplingRows
-from graftline.kernels.upload import upload
+from graftline.kernels.upload import RecurringUploads, upload
 
 
 class RoundState:
@@ -61,35 +61,33 @@ class RoundState:
 
     def change_pages(self, changes: Sequence[PageChange]) -> None:
         """Page tables get longer."""
-        entries = [
-            (change.slot, change.first_index + index, page)
-            for change in changes
-            for index, page in enumerate(change.page_ids)
-            if change.first_index + index < self.max_pages
-        ]
-        if not entries:
+        places: list[int] = []
+        pages: list[int] = []
+        for change in changes:
+            known = change.page_ids[: max(0, self.max_pages - change.first_index)]
+            first = change.slot * self.max_pages + change.first_index
+            places += range(first, first + len(known))
+            pages += known
+        if not pages:
             return
-        slots, columns, pages = upload(
-            [list(column) for column in zip(*entries, strict=True)], torch.int64, self.device
-        )
-        self._pages.index_put_((slots, columns), pages.int())
+        values = upload(places + pages, torch.int64, self.device)
+        self._pages.view(-1).index_copy_(0, values[: len(places)], values[len(places) :].int())
 
-    def begin(self, segments: Sequence[Segment], slots: Tensor, *, tell: bool) -> None:
+    def begin(self, segments: Sequence[Segment], slots: Tensor, uploads: RecurringUploads, *, tell: bool) -> None:
         """Readies a round.
 
         Args:
             segments: its requests; those that carry nothing from the device bring their values.
             slots: [sequences] int64, filled with the requests' slots, then with padding.
+            uploads: of the calling thread.
             tell: take those values in; False where another stage has.
         """
         padded = [segment.slot for segment in segments]
         padded += [self.padding_slot] * (slots.shape[0] - len(padded))
         told = [segment for segment in segments if tell and not segment.carry]
-        packed = padded + [value for segment in told for value in (segment.slot, *self._row(segment))]
-        values = upload(packed, torch.int64, self.device)
-        slots.copy_(values[: len(padded)])
+        slots.copy_(uploads.of(padded))
         if told:
-            rows = values[len(padded) :].view(len(told), -1)
+            rows = upload([[segment.slot, *self._row(segment)] for segment in told], torch.int64, self.device)
             self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
 
     def read(self, slots: Tensor, nodes: int) -> OpenRounds:
@@ -100,16 +98,9 @@ class RoundState:
         """Keeps what a round left and the trees that come next; see `close_rounds`."""
         return close_rounds(self._rows, slots, self.padding_slot, self.layout, walked, tokens, parents, num_nodes)
 
-    def put(self, slots: Sequence[int], rows: Tensor) -> None:
+    def put(self, slots: Tensor, rows: Tensor) -> None:
         """Takes over rows that another stage's `write` left: [slots, layout.width]."""
-        self._rows.index_copy_(0, upload(slots, torch.int64, self.device), rows)
-
-    def unpack(self, row: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        """One row of the table on the host: (accepted nodes, tokens, parents of the tree)."""
-        layout, nodes = self.layout, row[1]
-        accepted = [node for node in row[layout.accepted_at : layout.tokens_at] if node >= 0]
-        tokens = list(row[layout.tokens_at : layout.tokens_at + nodes])
-        return accepted, tokens, list(row[layout.parents_at : layout.parents_at + nodes])
+        self._rows.index_copy_(0, slots, rows)
 
     def sampling(self, slots: Tensor) -> SamplingRows:
         """Sampling parameters of [rows] slots."""

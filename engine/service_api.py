@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import msgspec
+
 from graftline.engine.request import (
     DraftTree,
     FinishReason,
@@ -19,6 +21,7 @@ from graftline.engine.request import (
     RequestKey,
     SlotId,
     Token,
+    TokenLogprob,
     TreeOrigin,
 )
 
@@ -141,11 +144,28 @@ class Reserved:
     destination: Destination
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Tokens of one round, in order."""
+class Tokens(msgspec.Struct, frozen=True):
+    """Tokens of one round, in order.
 
-    tokens: tuple[Token, ...]
+    Attributes:
+        logprobs: one for every token, or none when the request wants none.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def of(cls, *tokens: Token) -> "Tokens":
+        """These tokens."""
+        logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
+        return cls(tuple(token.token_id for token in tokens), logprobs)
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        """One by one."""
+        if not self.logprobs:
+            return tuple(map(Token, self.ids))
+        return tuple(map(Token, self.ids, self.logprobs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from graftline.engine.layer_split import automatic_split
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.pages import num_pages_for
-from graftline.engine.plan import PageChange, Segment, SlotOpening, StepPlan, StepResult, StepTokens
+from graftline.engine.plan import PageChange, Segment, SlotOpening, StepPlan, StepReport
 from graftline.engine.stage_builder import build_stage, payload_columns
 
 logger = logging.getLogger(__name__)
@@ -179,5 +179,5 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _ignore(message: StepTokens | StepResult) -> None:
+def _ignore(message: StepReport) -> None:
     """Nobody waits for results."""

@@ -13,7 +13,7 @@ from graftline.engine.device_rounds import DeviceRounds
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
 from graftline.engine.models.target_model import TargetModel
-from graftline.engine.plan import Segment, StepPlan, StepResult, StepTokens
+from graftline.engine.plan import Segment, StepPlan, StepReport
 from graftline.engine.prompt_graphs import PromptGraphs
 from graftline.engine.round_results import RoundReader
 from graftline.engine.stage_states import StageStates
@@ -22,7 +22,7 @@ from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
 from graftline.kernels.kv_compact import compact_kv
 from graftline.kernels.upload import upload
 
-Emit = Callable[[StepTokens | StepResult], None]
+Emit = Callable[[StepReport], None]
 
 
 class Stage:
@@ -64,7 +64,7 @@ class Stage:
         self._states = states
         self.rounds = rounds
         self._prompts = prompts
-        self._reader = RoundReader(rounds.state) if rounds is not None and last is not None else None
+        self._reader = RoundReader() if rounds is not None and last is not None else None
         self._pages: dict[int, list[int]] = {}
 
     def await_returns(self, plan: StepPlan) -> None:

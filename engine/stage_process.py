@@ -19,6 +19,7 @@ from graftline.engine.links import QueuedSender, StageLinks
 from graftline.engine.links_distributed import connect_stages, leave_job
 from graftline.engine.pipeline import STAGE_CONFIG_VARIABLE, joined_key
 from graftline.engine.plan import StageFailed, StageReady
+from graftline.engine.process_memory import keep_what_is_there
 from graftline.engine.stage_builder import build_stage
 from graftline.engine.stage_stream import StageStream
 from graftline.engine.stage_worker import StageWorker
@@ -82,6 +83,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
         downstream = QueuedSender(ends.downstream, "plan-sender", end.tell)
     links = StageLinks(ends.upstream, downstream, star.control, star.results, star.reports)
     worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, stream, end.tell)
+    keep_what_is_there()
     star.reports.send(StageReady(stage, layout, built.graph_bytes))
     worker.start()
     reason = end.wait_for(worker)

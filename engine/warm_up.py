@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graftline.engine.config import EngineConfig, Role
 from graftline.engine.pages import num_pages_for
-from graftline.engine.plan import PageChange, Segment, SlotOpening, StepPlan, StepResult, StepTokens
+from graftline.engine.plan import PageChange, Segment, SlotOpening, StepPlan, StepReport
 from graftline.engine.stage import Stage
 from graftline.engine.transfer_port import StagePools
 
@@ -148,5 +148,5 @@ def _doubled(most: int) -> Sequence[int]:
     return counts if most == 1 else [*counts, most]
 
 
-def _ignore(message: StepTokens | StepResult) -> None:
+def _ignore(message: StepReport) -> None:
     """Nobody waits for results of a warm-up."""

@@ -18,6 +18,31 @@ def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -
     return on_host.to(device, non_blocking=True)
 
 
+class RecurringUploads:
+    """Lists of ints that come again and again, such as the slots of a round, as int64 vectors that are uploaded once.
+
+    For one thread: what uses them is put on the stream on which they were uploaded.
+
+    Args:
+        most: lists that are kept; beyond it all are forgotten.
+    """
+
+    def __init__(self, device: torch.device, most: int = 64) -> None:
+        self._device = device
+        self._most = most
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def of(self, values: Sequence[int]) -> Tensor:
+        """A list as a vector, which is not to be written to."""
+        key = tuple(values)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= self._most:
+                self._known.clear()
+            known = self._known[key] = upload(key, torch.int64, self._device)
+        return known
+
+
 def upload_ints(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
     """Lists as int32 vectors on a device, all in one copy.
 

@@ -291,3 +291,20 @@ async def test_a_stream_that_closes_waits_for_its_calls() -> None:
         go_on.set()
         await asyncio.wait_for(serving, 2)
         assert len(wire.events) == 1
+
+
+async def test_messages_made_as_they_leave_keep_their_place() -> None:
+    """Tokens that are passed on between messages that were written."""
+
+    async def talk(request: DecodeServiceGenerateRequest, call: CallContext) -> None:
+        await call.write(tokens(1))
+        call.fill(lambda message: message.tokens.token_ids.append(2))
+        assert not call.has_room
+        await call.write(FINISHED)
+
+    async with served(talk) as (wire, _, _):
+        wire.ask(1, 2)
+        events = await wire.until_events(6)
+    for call_id in (1, 2):
+        said = [event.response for event in events if event.call_id == call_id]
+        assert said == [tokens(1), tokens(2), FINISHED]

@@ -44,7 +44,7 @@ TO_PREFILL: dict[str, prefill.Message] = {
 }
 FROM_DECODE_ENGINE: dict[str, api.DecodeEvent] = {
     "reserved": api.Reserved(DESTINATION),
-    "tokens": api.Tokens((TOKEN,)),
+    "tokens": api.Tokens.of(TOKEN),
     "finished": api.DecodeFinished(FinishReason.LENGTH, None, COUNTS),
     "preempted": api.Preempted(COUNTS),
     "cancelled": api.DecodeCancelled(),

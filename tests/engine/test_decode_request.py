@@ -16,7 +16,7 @@ from graftline.engine.request import (
     Stopping,
     Token,
 )
-from graftline.engine.service_api import SpeculationCounts
+from graftline.engine.service_api import SpeculationCounts, Tokens
 
 EOS = 7
 CHAIN = DraftTree((20, 21, 22, 23), (-1, 0, 1, 2))
@@ -43,7 +43,7 @@ def outcome(tokens: list[int], tree: DraftTree | None = None) -> SegmentOutcome:
     )
 
 
-def land(state: DecodeRequest, outcome: SegmentOutcome) -> tuple[tuple[Token, ...], Ending | None]:
+def land(state: DecodeRequest, outcome: SegmentOutcome) -> tuple[Tokens, Ending | None]:
     """A round comes home."""
     if not state.in_flight:
         state.segment(state.next_tree().num_nodes, grow=True)
@@ -70,7 +70,7 @@ def test_eos_anywhere_in_an_accepted_run_ends_it_there(offset: int) -> None:
     state = started(Stopping(100, eos_token_ids=frozenset({EOS})))
     state.segment(4, grow=True)
     tokens, ending = land(state, outcome(run))
-    assert [token.token_id for token in tokens] == run[: offset + 1]
+    assert tokens == Tokens(tuple(run[: offset + 1]))
     assert ending == Ending(FinishReason.STOP, EOS)
     assert state.counts == SpeculationCounts(1, 3, offset, 3, offset)
 
@@ -85,7 +85,7 @@ def test_ids_that_do_not_end_the_request_are_like_any_other() -> None:
     """CASES S04: with the end ignored, EOS is one more token."""
     state = started(Stopping(100))
     tokens, ending = land(state, outcome([EOS, EOS, 24]))
-    assert (len(tokens), ending) == (3, None)
+    assert (len(tokens.ids), ending) == (3, None)
 
 
 @pytest.mark.parametrize("max_tokens", [2, 3, 4, 5])
@@ -95,7 +95,7 @@ def test_max_tokens_cuts_a_run(max_tokens: int) -> None:
     assert state.max_depth() == max_tokens - 2, "a round emits at most depth + 1 tokens"
     assert state.next_tree().num_nodes == min(4, max_tokens - 1)
     tokens, ending = land(state, outcome([21, 22, 23, 24][:max_tokens]))
-    assert len(tokens) == min(4, max_tokens - 1)
+    assert len(tokens.ids) == min(4, max_tokens - 1)
     assert (ending == Ending(FinishReason.LENGTH)) is (max_tokens <= 5)
 
 
@@ -108,13 +108,13 @@ def test_an_end_beats_the_limit_on_the_same_token() -> None:
 def test_the_context_ends_a_request_at_exactly_its_last_position(limit: int, new_tokens: int) -> None:
     """CASES S28: prompt 5 and the first token make 6; drafts that could not be emitted are not even verified."""
     state = started(Stopping(1000), limit=limit)
-    assert state.remaining() == limit - 6
+    assert state.left == limit - 6
     if new_tokens == 0:
         assert state.ending_before_start() == Ending(FinishReason.LENGTH)
         return
     assert state.ending_before_start() is None
     tokens, ending = land(state, outcome([21, 22, 23, 24]))
-    assert len(tokens) == new_tokens
+    assert len(tokens.ids) == new_tokens
     assert ending == (Ending(FinishReason.LENGTH) if limit <= 10 else None)
 
 
@@ -129,7 +129,7 @@ def test_a_first_token_may_be_the_last() -> None:
 def test_earlier_attempts_count() -> None:
     """CASES R03: after a preemption the same limits hold over all tokens."""
     state = started(Stopping(8), earlier=4)
-    assert (state.committed, state.output_len, state.remaining()) == (9, 5, 3)
+    assert (state.committed, state.output_len, state.left) == (9, 5, 3)
     opening = slot_opening(state.request, 3)
     assert opening.min_ending_position == 5
     later = Request(state.request.key, state.request.token_ids, 5, Sampling(seed=3), Stopping(8, min_tokens=6))

@@ -23,6 +23,7 @@ from graftline.engine.service_api import DecodeEvent, DecodeFinished, Reserved, 
 from graftline.engine.transfer_port import NoTransfer
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 from graftline.engine.worker_engine import start_decode_engine
+from graftline.kernels.upload import RecurringUploads
 
 CPU = torch.device("cpu")
 COMMAND = StageCommand("stage_main", {"PYTHONPATH": str(Path(stage_main.__file__).parent)})
@@ -83,7 +84,7 @@ def test_older_rows_do_not_overwrite_what_a_plan_tells() -> None:
         returning.send(torch.full((2, state.path_len + state.layout.width), 7))
     moved = plan(2, 1, (2,), told=(1,))
     returned.catch_up(moved)
-    state.begin(moved.segments, torch.zeros(2, dtype=torch.int64), tell=True)
+    state.begin(moved.segments, torch.zeros(2, dtype=torch.int64), RecurringUploads(CPU), tell=True)
     opened = StepPlan(3, 1, [SlotOpening(0, 0.0, 0, 1.0, 0.0, 0, {}, [], 0, -1)], [], [], False, 0)
     returned.catch_up(opened)
     state._rows[0, 0] = 3

@@ -350,7 +350,7 @@ class FakeDecodeEngine:
         job.output += count
         job.rounds += 1
         self.progress += 1
-        job.deliver(Tokens(tuple(Token(token_at(position)) for position in range(start, start + count))))
+        job.deliver(Tokens(tuple(map(token_at, range(start, start + count)))))
         if job.output >= job.request.stopping.max_tokens:
             self._end(job, DecodeFinished(FinishReason.LENGTH, None, self._counts(job)))
         else:

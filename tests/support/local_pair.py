@@ -202,8 +202,8 @@ class Call:
                 self._close_leg(drained)
             case Drained():
                 self._close_leg(drained=True)
-            case Tokens(tokens):
-                self.answer.tokens += tokens
+            case Tokens():
+                self.answer.tokens += event.tokens
             case _:
                 self._end_decode(event)
 

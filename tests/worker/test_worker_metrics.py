@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from fake_engines import load_of
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -68,3 +69,24 @@ def test_tails_of_handoffs() -> None:
     text = metrics.exposition().decode()
     assert f'{table.PREFILL_HANDOFF_TAIL.name}_bucket{{le="0.025"}} 0.0' in text
     assert f'{table.PREFILL_HANDOFF_TAIL.name}_bucket{{le="0.05"}} 1.0' in text
+
+
+def test_equal_observations_count_alike_together_and_one_by_one() -> None:
+    """Bounds belong to the bucket below."""
+    one_by_one, together = (Metrics(ProcessRole.DECODE) for _ in range(2))
+    for amount, times in ((0.0004, 3), (table.LATENCY_BUCKETS_S[2], 1), (1e9, 2)):
+        for _ in range(times):
+            one_by_one.histogram(table.DECODE_INTER_TOKEN).observe(amount)
+        together.histogram(table.DECODE_INTER_TOKEN).observe_times(amount, times)
+
+    def values(metrics: Metrics) -> dict[str, float]:
+        samples = [
+            sample
+            for family in metrics.registry.collect()
+            for sample in family.samples
+            if sample.name.startswith(table.DECODE_INTER_TOKEN.name) and not sample.name.endswith("_created")
+        ]
+        return {f"{sample.name}{sample.labels}": sample.value for sample in samples}
+
+    assert values(together) == pytest.approx(values(one_by_one))
+    assert sum(values(together).values()) > 6

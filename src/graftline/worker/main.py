@@ -9,6 +9,7 @@ from typing import Protocol
 
 import uvloop
 
+from graftline.engine.process_memory import keep_what_is_there
 from graftline.worker.host import WorkerHost
 from graftline.worker.process import announce_ready, first_of, stop_signals
 
@@ -39,6 +40,7 @@ async def _serve(running: Callable[[], AbstractAsyncContextManager[Hosted]]) -> 
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(running())
         host = worker.host
+        keep_what_is_there()
         with stop_signals() as stop:
             announce_ready(address=host.address, metrics=host.metrics_address, incarnation=host.identity.incarnation)
             await first_of(stop, host.failed)

@@ -1,7 +1,5 @@
 """Messages of `graftline.v1` to the nouns of the engine and back. Pure functions; values were validated before."""
 
-from collections.abc import Iterable
-
 from graftline.engine import request as nouns
 from graftline.engine.service_api import HandoffCounts, SpeculationCounts
 from graftline.proto.v1 import common_pb2
@@ -95,11 +93,6 @@ def token_from(token_id: int, logprob: common_pb2.TokenLogprob | None) -> nouns.
         return nouns.Token(token_id)
     top = tuple((best.token_id, best.logprob) for best in logprob.top)
     return nouns.Token(token_id, nouns.TokenLogprob(logprob.logprob, top))
-
-
-def logprob_messages(tokens: Iterable[nouns.Token]) -> list[common_pb2.TokenLogprob]:
-    """One for every token, or none when the tokens carry none."""
-    return [logprob_message(token.logprob) for token in tokens if token.logprob is not None]
 
 
 def tree_message(tree: nouns.DraftTree) -> common_pb2.DraftTree:
