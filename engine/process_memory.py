@@ -27,8 +27,8 @@ def device_bytes() -> int:
 def keep_what_is_there() -> None:
     """Tells the garbage collector that what this process holds now stays to its end.
 
-    A full collection looks at every object with the interpreter's lock held, and objects of libraries alone are
-    hundreds of thousands: without this, all requests stand still for 0.2 s whenever enough has come on top of them.
+    A full collection looks at every object with the interpreter's lock held, and libraries alone have hundreds of
+    thousands: without this, all requests stand still for 0.2 s whenever enough has come on top of them.
     """
     gc.collect()
     gc.freeze()
