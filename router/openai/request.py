@@ -9,6 +9,9 @@ from graftline.proto import validation
 from graftline.proto.v1.router_pb2 import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 from graftline.router.openai.fields import Fields, integer, number
 
+# Choices of all prompts of a body: as many as a worker lets wait by default. More of them are refused by
+# workers one by one, and four times as many kept a prefill from answering for so long that it was taken for dead.
+MAX_BODY_CHOICES = 1024
 _INT32 = (-(1 << 31), (1 << 31) - 1)
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 _IGNORED = (
@@ -186,6 +189,11 @@ def _finished(
     fields.refuse_rest()
     for request in requests.values():
         request.model = model
+    n = next(iter(requests.values())).n
+    if len(requests) > 1 and n * len(requests) > MAX_BODY_CHOICES:
+        raise InvalidRequestError(
+            "n", f"{n} choices of each of {len(requests)} prompts are more than {MAX_BODY_CHOICES}"
+        )
     return OpenAiRequest(
         tuple(requests.values()), tuple(requests), renamed, is_chat, model, stream, include_usage, continuous
     )

@@ -146,6 +146,7 @@ BAD = [
     ({"top_k": -2}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
     ({"n": 1.5}, "n"),
     ({"n": True}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -225,6 +226,15 @@ async def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
             "add_generation_prompt": True,
         }
         assert (await client.post("/v1/chat/completions", json=spelled)).status_code == 200
+
+
+async def test_a_body_has_no_more_choices_than_a_worker_lets_wait() -> None:
+    worker = decode()
+    async with http(prefill(), worker) as (_, client):
+        response = await client.post("/v1/completions", json={"prompt": ["x"] * 64, "n": 17, "max_tokens": 1})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+        assert "17 choices of each of 64 prompts are more than 1024" in response.json()["error"]["message"]
+        assert worker.requests == []
 
 
 BAD_PROMPTS = [
