@@ -75,6 +75,7 @@ class Generator:
         self._metrics = metrics
         self._tokenize_s = metrics.histogram(TOKENIZE)
         self._instruments: dict[str, ModelInstruments] = {}
+        self._outboxes: set[Outbox] = set()
 
     def models(self) -> list[ServedModel]:
         """What can be asked for."""
@@ -97,6 +98,11 @@ class Generator:
         if not name and len({model.model_id for model in models}) > 1:
             raise InvalidRequestError("model", "is empty, and several models are served")
         return named[0]
+
+    def end_all(self, reason: str) -> None:
+        """Fails what is open: callers read what waits for them already, then a PeerUnavailableError."""
+        for outbox in self._outboxes:
+            outbox.fail(PeerUnavailableError(reason))
 
     @asynccontextmanager
     async def open(
@@ -148,6 +154,7 @@ class Generator:
         span.set({"graftline.request_id": request_id})
         choices = [(plan, observer, seat) for plan, observer in planned for seat in range(plan.parameters.num_choices)]
         outbox = Outbox(len(choices), self._fleet.limits.max_unread_tokens)
+        self._outboxes.add(outbox)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -173,6 +180,7 @@ class Generator:
                 # Raised again below: a task group would wrap it.
                 failure = error
             finally:
+                self._outboxes.discard(outbox)
                 for task in running:
                     task.cancel()
         if failure is not None:

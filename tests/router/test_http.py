@@ -298,6 +298,22 @@ async def test_errors_after_the_stream_began_arrive_as_an_event() -> None:
         assert "broken" in last["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_outlives_the_drain_is_told_so(stream: bool) -> None:
+    """A stream that ends without a word looks like a broken network."""
+    worker = decode(token_delay_s=0.02)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with harness(prefill(), worker, http_listen="127.0.0.1:0", drain_grace_s=0.2) as h:
+            url = f"http://{h.router.http_address}/v1/completions"
+            body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": stream}
+            open_request = asyncio.create_task(client.post(url, json=body))
+            await until(lambda: worker.requests)
+        response = await open_request
+    assert response.status_code == (200 if stream else 503)
+    last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert (last["error"]["type"], last["error"]["message"]) == ("service_unavailable_error", "this router is stopping")
+
+
 async def test_errors_before_the_first_token_keep_their_status() -> None:
     worker = decode(always=Fault(0, PeerUnavailableError("gone")))
     async with http(prefill(), worker) as (_, client):
