@@ -78,9 +78,20 @@ CATALOG: Mapping[str, PackagedModel] = {
 
 
 def store_path() -> Path:
-    """The local store."""
+    """The local store.
+
+    Raises:
+        InvalidRequestError: it begins with the home of somebody who has none.
+    """
     home = os.environ.get("GRAFTLINE_HOME")
-    return Path(home).expanduser() if home else Path.home() / ".cache" / "graftline"
+    return _expanded("GRAFTLINE_HOME", home or "~/.cache/graftline")
+
+
+def _expanded(field: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InvalidRequestError(field, f"{path!r}: {error}") from error
 
 
 def resolve_model(spec: str) -> Path:
@@ -92,7 +103,7 @@ def resolve_model(spec: str) -> Path:
     """
     if spec in CATALOG:
         return fetch_with_bar(spec)
-    path = Path(spec).expanduser()
+    path = _expanded("model", spec)
     if spec and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
     raise InvalidRequestError("model", f"{spec!r} is no known name ({', '.join(CATALOG)}), directory or .gguf file")

@@ -69,6 +69,8 @@ class NativeBuildError(Exception):
 def native_library() -> ctypes.CDLL | None:
     """The library of this process, built if need be; None without a compiler or when switched off.
 
+    Where the cache cannot be written it is built for this process alone.
+
     The environment variable GRAFTLINE_NATIVE_LIBRARY names a prebuilt library; "none" switches to the references.
 
     Raises:
@@ -80,7 +82,13 @@ def native_library() -> ctypes.CDLL | None:
     if chosen:
         return load_native_library(Path(chosen))
     try:
-        return load_native_library(_cached_library())
+        try:
+            return load_native_library(_cached_library())
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+            _LOG.warning("native kernels cannot be kept, the next start compiles them again: %s", error)
+        with tempfile.TemporaryDirectory() as folder:
+            build_native_library(Path(folder) / "library.so")
+            return load_native_library(Path(folder) / "library.so")
     except (NativeBuildError, OSError) as error:
         _LOG.warning("no native kernels, falling back to the slow torch references: %s", error)
         return None

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import Protocol, cast
 
 from graftline.errors import InvalidRequestError, PeerUnavailableError
@@ -24,6 +24,7 @@ _FIRST_ACKNOWLEDGING = (0, 3, 13, 1)  # 0.3.13.post1; older ones report success 
 _CUDA_DISTRIBUTIONS = ("mooncake-transfer-engine-cuda13", "mooncake-transfer-engine")
 _PROTOCOLS = ("tcp", "rdma")
 _INTRA_NODE = "MC_INTRANODE_NVLINK"
+_IPV6 = "MC_USE_IPV6"
 _WILDCARD_NAMES = ("", "*")
 
 
@@ -65,7 +66,8 @@ class MooncakeConfig:
     """How one process takes part in transfers.
 
     Args:
-        host: the address or name under which peers reach this process; a wildcard is refused.
+        host: the address or name under which peers reach this process; a wildcard is refused. With an IPv6 address
+            the engine speaks IPv6 and nothing else, so all workers must have one then.
         protocol: tcp or rdma.
         device: RDMA devices, comma-separated; empty: the engine picks.
         stall_timeout_s: a TCP write without any progress for this long has failed. Late bytes of a failed write can
@@ -128,7 +130,21 @@ class MooncakeConfig:
         }
         if self.intra_node_nvlink:
             settings[_INTRA_NODE] = "1"
+        if self.is_ipv6:
+            settings[_IPV6] = "1"
         return settings
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether `host` is an IPv6 address, with or without brackets."""
+        try:
+            return isinstance(ip_address(self.host.strip("[]")), IPv6Address)
+        except ValueError:
+            return False
+
+    def session_id(self, port: int) -> str:
+        """What peers call an engine that listens on `port`: `host:port`, `[address]:port` for IPv6."""
+        return f"[{self.host.strip('[]')}]:{port}" if self.is_ipv6 else f"{self.host}:{port}"
 
 
 def intra_node_config(host: str, stall_timeout_s: int = 2) -> MooncakeConfig:

@@ -45,7 +45,7 @@ class MooncakeTransport:
         port = self._engine.get_rpc_port()
         if not 0 < port < 65536:
             raise PeerUnavailableError(f"the transfer engine reports port {port}")
-        self._session_id = f"{config.host}:{port}"
+        self._session_id = config.session_id(port)
         self._regions = MemoryRegions()
         self._sessions: dict[str, Session] = {}
         self._spellings: dict[str, int] = {}  # of forgotten sessions, the next one
@@ -57,7 +57,7 @@ class MooncakeTransport:
 
     @property
     def session_id(self) -> str:
-        """See `Transport`: `host:port`."""
+        """See `Transport`: `host:port`, `[address]:port` for IPv6."""
         return self._session_id
 
     def register(self, address: int, num_bytes: int) -> None:

@@ -173,11 +173,15 @@ def check_sampling(sampling: SamplingParams, limits: ModelLimits) -> None:
     check_logit_bias(sampling.logit_bias, limits.vocab_size)
 
 
-def check_stopping(stopping: StoppingParams, num_prompt_tokens: int, limits: ModelLimits) -> None:
-    """Every value of a worker's stopping parameters; the whole output must fit the context."""
+def check_stopping(stopping: StoppingParams, limits: ModelLimits) -> None:
+    """Every value of a worker's stopping parameters."""
     check_max_tokens(stopping.max_tokens)
     check_min_tokens(stopping.min_tokens, stopping.max_tokens)
     check_stop_token_ids(stopping.stop_token_ids, limits.vocab_size)
+
+
+def check_output_fits(stopping: StoppingParams, num_prompt_tokens: int, limits: ModelLimits) -> None:
+    """The whole output must fit the context of a decode."""
     check_prompt_fits(num_prompt_tokens, limits.context_length)
     if num_prompt_tokens + stopping.max_tokens > limits.context_length:
         raise InvalidRequestError(
@@ -191,10 +195,11 @@ def check_decode_request(request: DecodeServiceGenerateRequest, limits: ModelLim
     """What a decode service is asked to do."""
     parse_address(request.prefill_address, field="prefill_address")
     _check_attempt(request, limits)
+    check_output_fits(request.stopping, request.num_prompt_tokens, limits)
 
 
 def check_prefill_start(start: PrefillStart, limits: ModelLimits) -> None:
-    """What a prefill service is asked to do."""
+    """What a prefill service is asked to do. Its pool holds tokens up to the next one, whatever decodes hold later."""
     for field, value in (
         ("decode_incarnation", start.decode_incarnation),
         ("prefill_incarnation", start.prefill_incarnation),
@@ -202,6 +207,7 @@ def check_prefill_start(start: PrefillStart, limits: ModelLimits) -> None:
         if not value:
             raise InvalidRequestError(field, "is empty")
     _check_attempt(start, limits)
+    check_prompt_fits(len(start.token_ids), limits.context_length)
 
 
 def _check_attempt(request: DecodeServiceGenerateRequest | PrefillStart, limits: ModelLimits) -> None:
@@ -216,7 +222,7 @@ def _check_attempt(request: DecodeServiceGenerateRequest | PrefillStart, limits:
             "num_prompt_tokens", f"{request.num_prompt_tokens} is not in [1, {len(request.token_ids)} token_ids]"
         )
     check_sampling(request.sampling, limits)
-    check_stopping(request.stopping, request.num_prompt_tokens, limits)
+    check_stopping(request.stopping, limits)
     num_earlier = len(request.token_ids) - request.num_prompt_tokens
     if num_earlier >= request.stopping.max_tokens:
         raise InvalidRequestError(

@@ -21,7 +21,7 @@ from graftline.proto import validation
 from graftline.proto.v1.router_pb2 import GenerateRequest
 from graftline.router.admission import Admission
 from graftline.router.choice import ChoiceRun, Seat
-from graftline.router.model import ServedModel
+from graftline.router.model import ServedModel, UnknownModelError
 from graftline.router.observer import ModelInstruments, RequestObserver
 from graftline.router.outbox import Outbox, SlowConsumerError
 from graftline.router.pair_search import Fleet
@@ -75,6 +75,7 @@ class Generator:
         self._metrics = metrics
         self._tokenize_s = metrics.histogram(TOKENIZE)
         self._instruments: dict[str, ModelInstruments] = {}
+        self._outboxes: set[Outbox] = set()
 
     def models(self) -> list[ServedModel]:
         """What can be asked for."""
@@ -93,14 +94,23 @@ class Generator:
         named = [model for model in models if name in {"", model.model_id}]
         if not named:
             known = ", ".join(sorted({model.model_id for model in models}))
-            raise InvalidRequestError("model", f"{name[:200]!r} is not served; there is {known}")
+            raise UnknownModelError("model", f"{name[:200]!r} is not served; there is {known}")
         if not name and len({model.model_id for model in models}) > 1:
             raise InvalidRequestError("model", "is empty, and several models are served")
         return named[0]
 
+    def end_all(self, reason: str) -> None:
+        """Fails what is open: callers read what waits for them already, then a PeerUnavailableError."""
+        for outbox in self._outboxes:
+            outbox.fail(PeerUnavailableError(reason))
+
     @asynccontextmanager
     async def open(
-        self, requests: Sequence[GenerateRequest], timeout_s: float | None, carrier: Carrier = ()
+        self,
+        requests: Sequence[GenerateRequest],
+        timeout_s: float | None,
+        carrier: Carrier = (),
+        prompt_fields: Sequence[str | None] = (),
     ) -> AsyncIterator[Generation]:
         """Admits and runs requests for as long as the block is open; leaving the block ends them everywhere.
 
@@ -109,6 +119,7 @@ class Generator:
         Args:
             timeout_s: seconds until the caller's deadline, None for none.
             carrier: the call's metadata or headers, which may name the caller's span.
+            prompt_fields: what errors call the prompt of each request, where that is not the name in GenerateRequest.
 
         Raises:
             GraftlineError: a request is refused; iteration raises what one fails with later.
@@ -122,7 +133,8 @@ class Generator:
                     validation.check_request_id(request.request_id)
                     stack.enter_context(self._admission.admit(request.request_id))
                 with span.child("graftline.tokenize"):
-                    plans = [await self._plan(request) for request in requests]
+                    fields = prompt_fields or (None,) * len(requests)
+                    plans = [await self._plan(request, field) for request, field in zip(requests, fields, strict=True)]
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
                 raise
@@ -142,6 +154,7 @@ class Generator:
         span.set({"graftline.request_id": request_id})
         choices = [(plan, observer, seat) for plan, observer in planned for seat in range(plan.parameters.num_choices)]
         outbox = Outbox(len(choices), self._fleet.limits.max_unread_tokens)
+        self._outboxes.add(outbox)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -167,6 +180,7 @@ class Generator:
                 # Raised again below: a task group would wrap it.
                 failure = error
             finally:
+                self._outboxes.discard(outbox)
                 for task in running:
                     task.cancel()
         if failure is not None:
@@ -185,14 +199,15 @@ class Generator:
             logger.exception("a request failed")
             outbox.fail(InternalError(f"{type(error).__name__}: {error}"))
 
-    async def _plan(self, request: GenerateRequest) -> Plan:
+    async def _plan(self, request: GenerateRequest, field: str | None) -> Plan:
         model = self.model_named(request.model)
         parameters = Parameters.of(request, model)
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequestError("prompt", "is missing: give text, chat or tokens")
+        field = field or ("tokens.token_ids" if kind == "tokens" else kind)
         started_at = time.monotonic()
-        prompt_ids = await self._prompt_ids(request, model)
+        prompt_ids = await self._prompt_ids(request, model, field)
         self._tokenize_s.observe(time.monotonic() - started_at)
         return Plan.of(
             model,
@@ -201,19 +216,19 @@ class Generator:
             max_request_tokens=self._fleet.registry.max_request_tokens(model),
             max_prompt_tokens=self._fleet.registry.max_prompt_tokens(model),
             default_max_tokens=self._fleet.limits.default_max_tokens,
-            field="tokens.token_ids" if kind == "tokens" else kind,
+            field=field,
         )
 
-    async def _prompt_ids(self, request: GenerateRequest, model: ServedModel) -> Sequence[int]:
+    async def _prompt_ids(self, request: GenerateRequest, model: ServedModel, field: str) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "tokens":
                 return tuple(request.tokens.token_ids)
             case "text":
-                return await self._encoded("text", len(request.text), model.tokenizer.encode_text, request.text)
+                return await self._encoded(field, len(request.text), model.tokenizer.encode_text, request.text)
             case _:
                 messages = [Message(message.role, message.content) for message in request.chat.messages]
                 num_chars = sum(len(message.content) for message in messages)
-                return await self._encoded("chat", num_chars, model.encode_chat, messages)
+                return await self._encoded(field, num_chars, model.encode_chat, messages)
 
     async def _encoded(self, field: str, num_chars: int, encode: Callable[[T], list[int]], prompt: T) -> list[int]:
         """Encodes short prompts here and long ones in a thread."""

@@ -8,16 +8,18 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from graftline.errors import GraftlineError, InternalError, InvalidRequestError, UnauthenticatedError
-from graftline.metrics import CONTENT_TYPE, SPECULATION_ACCEPTED, SPECULATION_ROUNDS, Metrics
+from graftline.metrics import CONTENT_TYPE, REQUESTS_REFUSED, SPECULATION_ACCEPTED, SPECULATION_ROUNDS, Metrics
 from graftline.proto.channel_options import MAX_MESSAGE_BYTES
 from graftline.router.admission import Admission
 from graftline.router.generation import Generation, Generator
+from graftline.router.model import UnknownModelError
 from graftline.router.openai.answer import Answer
 from graftline.router.openai.errors import error_body, error_headers, http_status
 from graftline.router.openai.request import OpenAiRequest, chat_request, completion_request
@@ -59,7 +61,8 @@ class HttpApp:
                 Route("/metrics", self._show_metrics),
                 Route("/get_server_info", self._server_info),
                 Route("/server_info", self._server_info),
-            ]
+            ],
+            exception_handlers={HTTPException: _no_such_route},
         )
 
     def _endpoint(self, translate: Translate) -> Callable[[Request], Any]:
@@ -70,6 +73,7 @@ class HttpApp:
                 for part in translated.requests:
                     part.request_id = request.headers.get("x-request-id", "") if len(translated.requests) == 1 else ""
             except GraftlineError as error:
+                self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
                 return _error(error)
             return _Completion(self._generator, translated, self._write_timeout_s, request.headers.items())
 
@@ -88,7 +92,7 @@ class HttpApp:
             name = request.path_params["model"]
             found = next((model for model in self._model_list() if model["id"] == name), None)
             if found is None:
-                raise InvalidRequestError("model", f"{name[:200]!r} is not served")
+                raise UnknownModelError("model", f"{name[:200]!r} is not served")
         except GraftlineError as error:
             return _error(error)
         return _json(found)
@@ -159,18 +163,21 @@ class _Completion(Response):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             try:
-                async with self._generator.open(self._request.requests, None, self._carrier) as generation:
+                async with self._generator.open(
+                    self._request.requests, None, self._carrier, self._request.prompt_fields
+                ) as generation:
                     with WriteGuard(self._write_timeout_s) as guard:
                         await self._answer(generation, guard, send)
             except GraftlineError:
                 raise
             except Exception as error:
                 raise InternalError(f"{type(error).__name__}: {error}") from error
-        except GraftlineError as error:
+        except GraftlineError as failure:
+            shown = self._request.as_written(failure) if isinstance(failure, InvalidRequestError) else failure
             if not self._has_started:
-                await _error(error)(scope, receive, send)
+                await _error(shown)(scope, receive, send)
             else:
-                await send({"type": "http.response.body", "body": _event(error_body(error)), "more_body": False})
+                await send({"type": "http.response.body", "body": _event(error_body(shown)), "more_body": False})
 
     async def _answer(self, generation: Generation, guard: WriteGuard, send: Send) -> None:
         model = generation.model
@@ -245,6 +252,13 @@ def _event(content: Any) -> bytes:
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers=headers, media_type="application/json")
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals, in OpenAI's shape."""
+    assert isinstance(error, HTTPException), "the only kind this is registered for"
+    body = error_body(InvalidRequestError("path", f"{request.method} {request.url.path[:200]}: {error.detail}"))
+    return _json(body, error.status_code, dict(error.headers or {}))
 
 
 def _error(error: GraftlineError) -> Response:

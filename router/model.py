@@ -12,6 +12,10 @@ from graftline.router.text.detokenizer import Vocabulary
 from graftline.router.text.tokenizer import TextTokenizer
 
 
+class UnknownModelError(InvalidRequestError):
+    """A model was asked for that no worker serves."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model card, ready for use.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graftline.errors import GraftlineError, PeerUnavailableError
 from graftline.router.config import RequestConfig
 from graftline.router.model import ServedModel
-from graftline.router.pairing import Pair, Pairing, WorkerKey, worker_key
+from graftline.router.pairing import Pair, Pairing, WorkerKey, too_small, worker_key
 from graftline.router.policy import Demand
 from graftline.router.registry import Registry
 from graftline.router.worker import Worker
@@ -69,7 +69,7 @@ class PairSearch:
                     await self._pause(wait_s / 2)
                 return await self._next_pair(demand)
         except TimeoutError:
-            raise PeerUnavailableError(self._why_none()) from self._last_error
+            raise PeerUnavailableError(self._why_none(demand)) from self._last_error
 
     async def _pause(self, max_s: float) -> None:
         """Nobody else can take it: after a pause, those that failed get another chance."""
@@ -89,7 +89,11 @@ class PairSearch:
             except TimeoutError:
                 continue
 
-    def _why_none(self) -> str:
+    def _why_none(self, demand: Demand) -> str:
         why = self._fleet.registry.why_no_pair()
+        small = [worker.address for worker in self._fleet.registry.workers if too_small(worker, demand)]
+        if small:
+            have, most = len(demand.token_ids), demand.max_total_tokens
+            why += f"; too small for the {have} tokens there are, or {most} in the end: {', '.join(small)}"
         last = f"; the last attempt failed with: {self._last_error}" if self._last_error else ""
         return f"no usable pair of workers for {self._model.model_id!r}: {why}{last}"

@@ -146,6 +146,11 @@ class Claim:
             self.prompt_computed()
 
 
+def too_small(worker: Worker, demand: Demand) -> bool:
+    """True for a worker whose pool cannot hold what it would have to."""
+    return not (_holds_prompt if worker.role is Role.PREFILL else _holds_all)(worker, demand)
+
+
 def _holds_prompt(prefill: Worker, demand: Demand) -> bool:
     limit = prefill.description.limits.max_request_tokens if prefill.description else 0
     return not limit or len(demand.token_ids) < limit

@@ -25,6 +25,9 @@ from graftline.router.sources import FileSource, ListSource, WorkerSource
 
 SERVICE_NAME = "graftline.v1.RouterService"
 
+# For callers to take the error of a request that outlived the drain, before connections are cut.
+_LAST_WORDS_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Router:
@@ -121,7 +124,9 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
             yield router
         finally:
             await router.drain()
-            await admission.wait_until_idle(config.drain_grace_s)
+            if not await admission.wait_until_idle(config.drain_grace_s):
+                generator.end_all("this router is stopping")
+                await admission.wait_until_idle(_LAST_WORDS_S)
 
 
 def add_sglang(

@@ -1,5 +1,6 @@
 """Settings that containers and pods need: tokens from files, addresses known only at run time."""
 
+import resource
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import typer.main
 
 from graftline import cli_worker
 from graftline.cli_options import TOKEN_FILE_VARIABLE, settled_advertise, settled_transfer_host, token_or_file
-from graftline.cli_router import told_address
+from graftline.cli_router import raise_file_limit, told_address
 from graftline.errors import InvalidRequestError
 from graftline.worker.config import TransferConfig, TransferProtocol
 
@@ -86,3 +87,14 @@ def test_ways_of_transfers() -> None:
     rdma = transfer_config("--transfer-protocol", "rdma", "--rdma-devices", "mlx5_0,mlx5_1")
     assert (rdma.protocol, rdma.rdma_devices) == (TransferProtocol.RDMA, "mlx5_0,mlx5_1")
     assert not transfer_config("--no-intra-node-gpu").intra_node_gpu
+
+
+def test_a_router_takes_the_open_files_it_may_have() -> None:
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most // 2, hard))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -8,7 +8,7 @@ from typing import Any
 from graftline.proto.v1.common_pb2 import FinishReason, TokenLogprob
 from graftline.proto.v1.router_pb2 import GenerateFinish
 from graftline.router.openai.request import OpenAiRequest
-from graftline.router.text.detokenizer import Vocabulary
+from graftline.router.text.detokenizer import Detokenizer, Vocabulary
 from graftline.router.transcript import Delta
 
 _REASONS: Mapping[int, str] = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
@@ -18,8 +18,9 @@ _REASONS: Mapping[int, str] = {FinishReason.FINISH_REASON_STOP: "stop", FinishRe
 class _Choice:
     """What a choice has received so far."""
 
+    detokenizer: Detokenizer  # says where in the text each token begins
+    offset: int = 0
     texts: list[str] = field(default_factory=list)
-    text_len: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: GenerateFinish | None = None
@@ -31,7 +32,8 @@ class Answer:
     def __init__(self, request: OpenAiRequest, request_id: str, model_id: str, vocabulary: Vocabulary) -> None:
         self._request = request
         self._vocabulary = vocabulary
-        self._choices = [_Choice() for _ in range(request.num_choices)]
+        keeps = request.requests[0].keep_special_tokens
+        self._choices = [_Choice(vocabulary.detokenizer(keep_special_tokens=keeps)) for _ in range(request.num_choices)]
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request_id}",
             "created": int(time.time()),
@@ -42,7 +44,6 @@ class Answer:
         """Takes a delta."""
         choice = self._choices[delta.choice]
         choice.texts.append(delta.text)
-        choice.text_len += len(delta.text)
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs
         choice.finish = delta.finish or choice.finish
@@ -58,9 +59,7 @@ class Answer:
             choice["delta"] = {"content": delta.text} if delta.text or delta.token_ids else {}
         else:
             choice["text"] = delta.text
-        choice["logprobs"] = self._logprobs(
-            delta.token_ids, delta.logprobs, self._choices[delta.choice].text_len - len(delta.text)
-        )
+        choice["logprobs"] = self._logprobs(self._choices[delta.choice], delta.token_ids, delta.logprobs)
         choice["finish_reason"] = _reason(delta.finish)
         return self._chunk(choice)
 
@@ -84,7 +83,7 @@ class Answer:
         return {
             "index": index,
             **shaped,
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs, 0),
+            "logprobs": self._logprobs(choice, choice.token_ids, choice.logprobs),
             "finish_reason": _reason(choice.finish),
         }
 
@@ -117,26 +116,32 @@ class Answer:
         }
 
     def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], text_offset: int
+        self, choice: _Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> dict[str, Any] | None:
+        """Of the next tokens of a choice."""
         if not self._request.requests[0].HasField("logprobs"):
             return None
         pairs = list(zip(token_ids, logprobs, strict=False))
         if self._request.is_chat:
             return {"content": [self._chat_logprob(token_id, entry) for token_id, entry in pairs], "refusal": None}
-        texts = [self._vocabulary.token_text(token_id) for token_id, _ in pairs]
-        offsets, offset = [], text_offset
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        offsets = []
+        for token_id, _ in pairs:
+            offsets.append(choice.offset)
+            choice.offset += len(choice.detokenizer.feed(token_id))
         return {
-            "tokens": texts,
+            "tokens": [self._vocabulary.token_text(token_id) for token_id, _ in pairs],
             "token_logprobs": [entry.logprob for _, entry in pairs],
-            "top_logprobs": [
-                {self._vocabulary.token_text(top.token_id): top.logprob for top in entry.top} for _, entry in pairs
-            ],
+            "top_logprobs": [self._most_likely(token_id, entry) for token_id, entry in pairs],
             "text_offset": offsets,
         }
+
+    def _most_likely(self, token_id: int, entry: TokenLogprob) -> dict[str, float]:
+        """The most likely tokens and the emitted one, by text; of several with one text the most likely."""
+        found: dict[str, float] = {}
+        for top in entry.top:
+            found.setdefault(self._vocabulary.token_text(top.token_id), top.logprob)
+        found.setdefault(self._vocabulary.token_text(token_id), entry.logprob)
+        return found
 
     def _chat_logprob(self, token_id: int, entry: TokenLogprob) -> dict[str, Any]:
         return {

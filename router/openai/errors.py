@@ -11,6 +11,7 @@ from graftline.errors import (
     PeerUnavailableError,
     UnauthenticatedError,
 )
+from graftline.router.model import UnknownModelError
 
 # HTTP status and OpenAI's `type`, by class; anything else is a fault of the server.
 _TABLE: dict[type[GraftlineError], tuple[int, str]] = {
@@ -24,20 +25,19 @@ _TABLE: dict[type[GraftlineError], tuple[int, str]] = {
 
 def http_status(error: GraftlineError) -> int:
     """The HTTP status of an error."""
-    if isinstance(error, InvalidRequestError) and error.field == "model":
+    if isinstance(error, UnknownModelError):
         return 404
     return _kind(error)[0]
 
 
 def error_body(error: GraftlineError) -> dict[str, Any]:
     """The JSON body of an error."""
-    is_invalid = isinstance(error, InvalidRequestError)
     return {
         "error": {
             "message": str(error) or type(error).__name__,
             "type": _kind(error)[1],
             "param": error.field if isinstance(error, InvalidRequestError) else None,
-            "code": "model_not_found" if is_invalid and http_status(error) == 404 else None,
+            "code": "model_not_found" if isinstance(error, UnknownModelError) else None,
         }
     }
 

@@ -10,9 +10,14 @@ from graftline.errors import InvalidRequestError
 
 
 class Fields:
-    """The fields of a JSON object. Each may be read once; `refuse_rest` complains about the others."""
+    """The fields of a JSON object. Each may be read once; `refuse_rest` complains about the others.
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    Args:
+        within: what stands before a field's name in errors: `stream_options.`.
+    """
+
+    def __init__(self, content: Mapping[str, Any], within: str = "") -> None:
+        self._within = within
         # Null means "not given" everywhere in this interface.
         self._left = {name: value for name, value in content.items() if value is not None}
 
@@ -39,25 +44,25 @@ class Fields:
         """A string."""
         value = self.take(name)
         if value is not None and not isinstance(value, str):
-            raise InvalidRequestError(name, f"{_shown(value)} is not a string")
+            raise InvalidRequestError(self._within + name, f"{_shown(value)} is not a string")
         return value
 
     def flag(self, name: str) -> bool:
         """A boolean, false when not given."""
         value = self.take(name)
         if value is not None and not isinstance(value, bool):
-            raise InvalidRequestError(name, f"{_shown(value)} is not a boolean")
+            raise InvalidRequestError(self._within + name, f"{_shown(value)} is not a boolean")
         return bool(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         """An integer that the wire can carry; the rules for its value are the router's."""
         value = self.take(name)
-        return None if value is None else integer(value, name, low, high)
+        return None if value is None else integer(value, self._within + name, low, high)
 
     def number(self, name: str) -> float | None:
         """A finite number."""
         value = self.take(name)
-        return None if value is None else number(value, name)
+        return None if value is None else number(value, self._within + name)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Fields that this server does not implement; false and empty values ask for nothing.
@@ -68,7 +73,7 @@ class Fields:
         for name in names:
             value = self.take(name)
             if value not in (None, False, [], {}, "", 0):
-                raise InvalidRequestError(name, why)
+                raise InvalidRequestError(self._within + name, why)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Fields that do not change what is generated."""

@@ -1,6 +1,6 @@
 """OpenAI request bodies to GenerateRequests. Values are checked by the router's own rules later; here only shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,9 @@ from graftline.proto import validation
 from graftline.proto.v1.router_pb2 import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 from graftline.router.openai.fields import Fields, integer, number
 
+# Choices of all prompts of a body: as many as a worker lets wait by default. More of them are refused by
+# workers one by one, and four times as many kept a prefill from answering for so long that it was taken for dead.
+MAX_BODY_CHOICES = 1024
 _INT32 = (-(1 << 31), (1 << 31) - 1)
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 _IGNORED = (
@@ -21,9 +24,6 @@ _IGNORED = (
     "prompt_cache_retention",
     "parallel_tool_calls",
     "verbosity",
-    "return_token_ids",
-    "add_generation_prompt",
-    "add_special_tokens",
     "spaces_between_special_tokens",
     "priority",
 )
@@ -38,7 +38,7 @@ _UNSUPPORTED = (
     "echo",
     "suffix",
     "use_beam_search",
-    "prompt_logprobs",
+    "return_token_ids",
     "guided_json",
     "guided_regex",
     "guided_choice",
@@ -57,10 +57,14 @@ class OpenAiRequest:
     Attributes:
         requests: one a prompt; choices are numbered through.
         is_chat: which of the two shapes the answer takes.
+        prompt_fields: where the prompt of each request stood in the body.
+        renamed: what the client called fields of GenerateRequest, where that is another name.
         model: the name the client used, echoed.
     """
 
     requests: tuple[GenerateRequest, ...]
+    prompt_fields: tuple[str, ...]
+    renamed: Mapping[str, str]
     is_chat: bool
     model: str
     stream: bool
@@ -72,6 +76,11 @@ class OpenAiRequest:
         """Choices of all prompts."""
         return sum(request.n if request.HasField("n") else 1 for request in self.requests)
 
+    def as_written(self, error: InvalidRequestError) -> InvalidRequestError:
+        """An error of the router, with the field as the client wrote it."""
+        name = self.renamed.get(error.field)
+        return error if name is None else InvalidRequestError(name, error.problem)
+
 
 def chat_request(body: bytes) -> OpenAiRequest:
     """Translates a body of /v1/chat/completions.
@@ -81,15 +90,21 @@ def chat_request(body: bytes) -> OpenAiRequest:
     """
     fields = Fields.of_body(body)
     request = GenerateRequest(chat=_chat(fields.take("messages")))
+    renamed: dict[str, str] = {}
     top_logprobs = fields.integer("top_logprobs", *_INT32)
     if fields.flag("logprobs"):
         request.logprobs = top_logprobs or 0
-    elif top_logprobs is not None:
+        renamed["logprobs"] = "top_logprobs"
+    elif top_logprobs:
         raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
     max_tokens = fields.integer("max_tokens", *_INT64)
     newer = fields.integer("max_completion_tokens", *_INT64)
+    if newer is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
     _read_common(fields, request, newer if newer is not None else max_tokens)
-    return _finished(fields, [request], is_chat=True)
+    _check_neutral(fields, "add_generation_prompt", True)
+    _check_neutral(fields, "add_special_tokens", False)
+    return _finished(fields, {"messages": request}, renamed, is_chat=True)
 
 
 def completion_request(body: bytes) -> OpenAiRequest:
@@ -108,16 +123,17 @@ def completion_request(body: bytes) -> OpenAiRequest:
     prompts = _prompts(fields.take("prompt"))
     max_tokens = fields.integer("max_tokens", *_INT64)
     _read_common(fields, template, max_tokens)
-    requests = []
-    for prompt in prompts:
+    _check_neutral(fields, "add_special_tokens", True)
+    requests = {}
+    for field, prompt in prompts.items():
         request = GenerateRequest()
         request.CopyFrom(template)
         if isinstance(prompt, str):
             request.text = prompt
         else:
             request.tokens.CopyFrom(TokenPrompt(token_ids=prompt))
-        requests.append(request)
-    return _finished(fields, requests, is_chat=False)
+        requests[field] = request
+    return _finished(fields, requests, {}, is_chat=False)
 
 
 def _read_common(fields: Fields, request: GenerateRequest, max_tokens: int | None) -> None:
@@ -157,19 +173,30 @@ def _read_common(fields: Fields, request: GenerateRequest, max_tokens: int | Non
     _check_neutral(fields, "response_format", {"type": "text"})
 
 
-def _finished(fields: Fields, requests: Sequence[GenerateRequest], *, is_chat: bool) -> OpenAiRequest:
+def _finished(
+    fields: Fields, requests: Mapping[str, GenerateRequest], renamed: Mapping[str, str], *, is_chat: bool
+) -> OpenAiRequest:
     model = fields.text("model") or ""
     stream = fields.flag("stream")
-    options = Fields(_object(fields.take("stream_options"), "stream_options"))
+    options = Fields(_object(fields.take("stream_options"), "stream_options"), "stream_options.")
     include_usage, continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
     options.ignore(["include_obfuscation"])
     options.refuse_rest()
+    if fields.take("prompt_logprobs") is not None:
+        raise InvalidRequestError("prompt_logprobs", _UNSUPPORTED_WHY)
     fields.refuse(_UNSUPPORTED, _UNSUPPORTED_WHY)
     fields.ignore(_IGNORED)
     fields.refuse_rest()
-    for request in requests:
+    for request in requests.values():
         request.model = model
-    return OpenAiRequest(tuple(requests), is_chat, model, stream, include_usage, continuous)
+    n = next(iter(requests.values())).n
+    if len(requests) > 1 and n * len(requests) > MAX_BODY_CHOICES:
+        raise InvalidRequestError(
+            "n", f"{n} choices of each of {len(requests)} prompts are more than {MAX_BODY_CHOICES}"
+        )
+    return OpenAiRequest(
+        tuple(requests.values()), tuple(requests), renamed, is_chat, model, stream, include_usage, continuous
+    )
 
 
 def _chat(messages: Any) -> ChatPrompt:
@@ -207,22 +234,25 @@ def _content(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
+def _prompts(prompt: Any) -> dict[str, str | list[int]]:
+    """Prompts by where they stood in the body."""
     if prompt is None:
         raise InvalidRequestError("prompt", "is missing")
     if isinstance(prompt, str):
-        return [prompt]
-    items = _list(prompt, "prompt")
-    if not items:
+        return {"prompt": prompt}
+    if not isinstance(prompt, list):
+        raise InvalidRequestError("prompt", "is neither a string nor a list")
+    if not prompt:
         raise InvalidRequestError("prompt", "the list is empty")
-    if isinstance(items[0], int):
-        return [_token_ids(items, "prompt")]
-    if len(items) > validation.MAX_CHOICES:
-        raise InvalidRequestError("prompt", f"{len(items)} prompts are more than {validation.MAX_CHOICES}")
-    return [
-        item if isinstance(item, str) else _token_ids(_list(item, f"prompt[{index}]"), f"prompt[{index}]")
-        for index, item in enumerate(items)
-    ]
+    if isinstance(prompt[0], int | float):
+        return {"prompt": _token_ids(prompt, "prompt")}
+    if len(prompt) > validation.MAX_CHOICES:
+        raise InvalidRequestError("prompt", f"{len(prompt)} prompts are more than {validation.MAX_CHOICES}")
+    fields = {f"prompt[{index}]": item for index, item in enumerate(prompt)}
+    return {
+        field: item if isinstance(item, str) else _token_ids(_list(item, field), field)
+        for field, item in fields.items()
+    }
 
 
 def _token_ids(items: list[Any], where: str) -> list[int]:

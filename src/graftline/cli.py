@@ -103,7 +103,8 @@ def main() -> None:
         app()
     except GraftlineError as error:
         hint = " (--token, GRAFTLINE_TOKEN or GRAFTLINE_TOKEN_FILE)" if isinstance(error, UnauthenticatedError) else ""
-        Console(stderr=True).print(f"graftline: {error}{hint}", style="red", markup=False, highlight=False)
+        console = Console(stderr=True, soft_wrap=True)
+        console.print(f"graftline: {error}{hint}", style="red", markup=False, highlight=False)
         sys.exit(2 if isinstance(error, InvalidRequestError) else 1)
     except asyncio.CancelledError:
         sys.exit(130)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 from dataclasses import replace
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 app = typer.Typer()
 
+MAX_OPEN_FILES = 65_536
 # For the workers that a launcher started before its router.
 PAIR_TIMEOUT_S = 60.0
 
@@ -111,11 +113,22 @@ def router(
         sglang_tokenizer_dir=sglang_tokenizer,
     )
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise_file_limit()
     with (
         shared.tracing("graftline-router", otlp_endpoint) as tracer,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(_serve(replace(config, tracer=tracer)))
+
+
+def raise_file_limit() -> None:
+    """As many open files as the system allows, up to a bound: a client holds one, and shells begin with 1024, far below
+    --max-open-requests.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def told_address(listen: str, advertise: str | None) -> str | None:

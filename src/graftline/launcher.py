@@ -265,7 +265,10 @@ async def local_cluster(spec: ClusterSpec, progress: Progress = lambda _: None) 
     spec = replace(spec, model=str(path))
     with tempfile.TemporaryDirectory(prefix="graftline-") as scratch:
         log_dir = spec.log_dir or Path(scratch)
-        log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequestError("log_dir", f"cannot be made: {error}") from error
         cluster = Cluster(spec, log_dir, progress)
         try:
             await cluster.start_all()

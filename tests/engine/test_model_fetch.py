@@ -177,6 +177,9 @@ def test_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("GRAFTLINE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert store_path() == tmp_path / ".cache" / "graftline"
+    monkeypatch.setenv("GRAFTLINE_HOME", "~nobody-is-called-so/here")
+    with pytest.raises(InvalidRequestError, match="GRAFTLINE_HOME: '~nobody-is-called-so/here'"):
+        store_path()
 
 
 def test_the_default_is_in_the_catalogue() -> None:

@@ -87,6 +87,18 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     assert not [entry for entry in folder.iterdir() if entry.is_dir()]
 
 
+def test_a_cache_that_cannot_be_written_costs_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        library = fresh_native_library()
+    assert library is not None
+    assert "cannot be kept" in caplog.text
+    assert not Path(library._name).exists()
+
+
 def test_without_a_compiler_the_references_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -103,6 +103,17 @@ def test_thirty_two_first_contacts_at_once(start_peer: StartPeer) -> None:
     assert peer.digest(0, 32 * 4096) == hashlib.sha256(expected).hexdigest()
 
 
+def test_workers_with_ipv6_addresses_reach_each_other(start_peer: StartPeer) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    peer = start_peer(host="::1")
+    assert peer.session_id.startswith("[::1]:")
+    send_from_many(peer.session_id, peer.address, num_senders=2, num_bytes=4096, host="::1")
+    assert peer.digest(0, 2 * 4096) == hashlib.sha256(b"\x01" * 4096 + b"\x02" * 4096).hexdigest()
+
+
 def test_one_sender_contacts_four_peers_at_once(sender: Sender, start_peer: StartPeer) -> None:
     """CASES M08."""
     peers = [start_peer(1 << 16) for _ in range(4)]

@@ -336,6 +336,11 @@ def test_settings_reach_the_engine_as_environment() -> None:
     assert environment["MC_INTRANODE_NVLINK"] == "1"
     assert "MC_INTRANODE_NVLINK" not in MooncakeConfig("10.0.0.1").environment()
     assert intra_node_config("10.0.0.1").environment()["MC_INTRANODE_NVLINK"] == "1"
+    assert [
+        host
+        for host in ("::1", "[fd00::2]", "10.0.0.1", "a.example")
+        if "MC_USE_IPV6" in MooncakeConfig(host).environment()
+    ] == ["::1", "[fd00::2]"]
     assert has_intra_node({"mooncake-transfer-engine-cuda13": "0.3.14"})
     assert not has_intra_node({"mooncake-transfer-engine-non-cuda": "0.3.14"})
 

@@ -89,6 +89,11 @@ def test_prefills_apply_the_same_rules_and_want_incarnations() -> None:
         stopping=request.stopping,
     )
     check_prefill_start(start, LIMITS)
+    start.stopping.max_tokens = 48
+    check_prefill_start(start, LIMITS)  # the output is the decode's, whose pool may be the larger one
+    check_prefill_start(start, ModelLimits(vocab_size=100, context_length=4))
+    with pytest.raises(InvalidRequestError, match="3 tokens leave no room for output in a context of 3"):
+        check_prefill_start(start, ModelLimits(vocab_size=100, context_length=3))
     start.token_ids[0] = 100
     with pytest.raises(InvalidRequestError, match=r"token_ids\[0\]"):
         check_prefill_start(start, LIMITS)

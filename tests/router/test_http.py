@@ -146,13 +146,14 @@ BAD = [
     ({"top_k": -2}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
     ({"n": 1.5}, "n"),
     ({"n": True}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
     ({"max_tokens": 10**12}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
-    ({"max_completion_tokens": -1}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"seed": 2**65}, "seed"),
     ({"stop": ""}, "stop[0]"),
     ({"stop": ["a"] * 10_000}, "stop"),
@@ -163,7 +164,8 @@ BAD = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 1000}}, "logit_bias"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     ({"presence_penalty": 1}, "presence_penalty"),
     ({"frequency_penalty": 100}, "frequency_penalty"),
     ({"tools": [{"type": "function"}]}, "tools"),
@@ -171,10 +173,16 @@ BAD = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"guided_regex": "[0-9]{3}"}, "guided_regex"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"add_special_tokens": True}, "add_special_tokens"),
+    ({"return_token_ids": True}, "return_token_ids"),
     ({"nonsense": 1}, "nonsense"),
     ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"magic": 1}}, "magic"),
+    ({"stream_options": {"magic": 1}}, "stream_options.magic"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"model": "other"}, "model"),
+    ({"model": 5}, "model"),
 ]
 
 
@@ -185,13 +193,18 @@ async def test_bad_bodies_are_refused_with_the_field_and_the_next_request_is_ser
         for changes, param in BAD:
             base = {} if changes == {} else {"messages": CHAT, "max_tokens": 2}
             response = await client.post("/v1/chat/completions", json={**base, **changes})
-            assert response.status_code == (404 if param == "model" else 400), changes
+            is_unknown = changes.get("model") == "other"
+            assert response.status_code == (404 if is_unknown else 400), changes
             error = response.json()["error"]
+            assert error["code"] == ("model_not_found" if is_unknown else None)
             assert error["param"] == param, (changes, error)
             assert error["type"] == "invalid_request_error"
             assert error["message"].startswith(f"{param}: ")
             assert len(error["message"]) > len(param) + 5
         assert worker.requests == []
+        metrics = (await client.get("/metrics")).text
+        counted = [line for line in metrics.splitlines() if line.startswith("graftline_router_requests_refused_total{")]
+        assert sum(float(line.split()[-1]) for line in counted) == len(BAD)
         for body in (b"", b"[]", b"{", b'{"messages": "\xff"}', b"null", b"[" * 100_000):
             response = await client.post("/v1/chat/completions", content=body)
             assert (response.status_code, response.json()["error"]["param"]) == (400, "body")
@@ -200,20 +213,79 @@ async def test_bad_bodies_are_refused_with_the_field_and_the_next_request_is_ser
 
 
 async def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
-    """What unmodified benchmark tools send along."""
+    """What unmodified benchmark tools and clients that spell defaults out send along."""
     async with http() as (_, client):
         extra = {"best_of": 1, "repetition_penalty": 1.0, "echo": False, "tools": [], "logprobs": None, "user": "me"}
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "temperature": 0.0, **extra}
-        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert (await client.post("/v1/completions", json={**body, "add_special_tokens": True})).status_code == 200
+        spelled = {
+            "messages": CHAT,
+            "max_tokens": 2,
+            "top_logprobs": 0,
+            "logprobs": False,
+            "add_generation_prompt": True,
+        }
+        assert (await client.post("/v1/chat/completions", json=spelled)).status_code == 200
 
 
-async def test_bad_prompts_of_completions() -> None:
-    """CASES I01: empty prompts."""
+async def test_a_body_has_no_more_choices_than_a_worker_lets_wait() -> None:
+    worker = decode()
+    async with http(prefill(), worker) as (_, client):
+        response = await client.post("/v1/completions", json={"prompt": ["x"] * 64, "n": 17, "max_tokens": 1})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+        assert "17 choices of each of 64 prompts are more than 1024" in response.json()["error"]["message"]
+        assert worker.requests == []
+
+
+BAD_PROMPTS = [
+    (None, "prompt"),
+    ("", "prompt"),
+    ([], "prompt"),
+    (["x", ""], "prompt[1]"),
+    ([[]], "prompt[0]"),
+    ([[1], [2, 260]], "prompt[1][1]"),
+    ([-1], "prompt[0]"),
+    ([2**31], "prompt[0]"),
+    ([260], "prompt[0]"),
+    ([1.5], "prompt[0]"),
+    ([1, "x"], "prompt[1]"),
+    (5, "prompt"),
+    ("x" * 5000, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "param"), BAD_PROMPTS)
+async def test_bad_prompts_of_completions(prompt: Any, param: str) -> None:
+    """CASES I01: empty prompts; errors name the prompt as the body does, of several prompts the one."""
     async with http() as (_, client):
-        for prompt in (None, "", [], [""], [[]], [-1], [2**31], [260], [1, "x"], 5):
-            response = await client.post("/v1/completions", json={"prompt": prompt})
-            assert response.status_code == 400, prompt
-            assert response.json()["error"]["message"], prompt
+        response = await client.post("/v1/completions", json={"prompt": prompt})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert response.json()["error"]["message"].startswith(f"{param}: ")
+
+
+async def test_unknown_routes_and_methods_answer_in_openais_shape() -> None:
+    async with http() as (_, client):
+        for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404)):
+            response = await client.request(method, path)
+            assert response.status_code == status
+            assert response.json()["error"]["type"] == "invalid_request_error"
+            assert f"{method} {path}" in response.json()["error"]["message"]
+        assert (await client.get("/v1/completions")).headers["allow"] == "POST"
+
+
+async def test_text_offsets_say_where_tokens_begin_however_characters_are_split() -> None:
+    """An emoji of four tokens begins once, streamed or whole, and text that a stop string held back moves nothing."""
+    ids = [*"a😀b! c".encode(), EOS]
+    async with http(prefill(), decode(forced_ids=ids)) as (_, client):
+        for changes in ({}, {"stop": ["! d"]}):
+            body = {"prompt": "x", "logprobs": 2, "max_tokens": 20, **changes}
+            whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+            assert whole["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 4, 5, 6]
+            assert all(token in tops for token, tops in zip(whole["tokens"], whole["top_logprobs"], strict=True))
+            lines = (await client.post("/v1/completions", json={**body, "stream": True})).text.split("\n\n")
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+            parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+            assert {name: [item for part in parts for item in part[name]] for name in whole} == whole
 
 
 async def test_errors_after_the_stream_began_arrive_as_an_event() -> None:
@@ -224,6 +296,22 @@ async def test_errors_after_the_stream_began_arrive_as_an_event() -> None:
         last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
         assert last["error"]["type"] == "server_error"
         assert "broken" in last["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_outlives_the_drain_is_told_so(stream: bool) -> None:
+    """A stream that ends without a word looks like a broken network."""
+    worker = decode(token_delay_s=0.02)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with harness(prefill(), worker, http_listen="127.0.0.1:0", drain_grace_s=0.2) as h:
+            url = f"http://{h.router.http_address}/v1/completions"
+            body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": stream}
+            open_request = asyncio.create_task(client.post(url, json=body))
+            await until(lambda: worker.requests)
+        response = await open_request
+    assert response.status_code == (200 if stream else 503)
+    last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert (last["error"]["type"], last["error"]["message"]) == ("service_unavailable_error", "this router is stopping")
 
 
 async def test_errors_before_the_first_token_keep_their_status() -> None:

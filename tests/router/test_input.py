@@ -4,15 +4,16 @@ next request is served."""
 import math
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
-from router_fakes import CONTEXT_LENGTH, VOCAB_SIZE, decode, prefill, reference_ids
+from router_fakes import CONTEXT_LENGTH, VOCAB_SIZE, Fault, decode, prefill, reference_ids
 from router_harness import QUICK_REQUESTS, harness
 
-from graftline.errors import InvalidRequestError, OutOfCapacityError
+from graftline.errors import InternalError, InvalidRequestError, OutOfCapacityError
 from graftline.proto.status import error_from_rpc
 from graftline.proto.v1.worker_pb2 import Limits
 from graftline.router.generation import INLINE_PROMPT_CHARS
@@ -135,6 +136,19 @@ async def test_a_prompt_that_no_pool_holds_is_refused_and_output_is_limited_to_t
             assert "50 tokens" in caught.value.details()
         answer = await h.answer(ids=[1] * 30, max_tokens=200, ignore_eos=True)
         assert answer.finish.usage.completion_tokens == 34
+
+
+async def test_an_output_that_outgrew_all_prefills_cannot_move_and_says_why() -> None:
+    """30 tokens of prompt and 25 of output are more than a prefill of 50 can compute again."""
+    worker = decode(
+        limits=Limits(max_request_tokens=64, max_running=2), faults=deque([Fault(25, InternalError("gone"))])
+    )
+    small = prefill(limits=Limits(max_request_tokens=50))
+    async with harness(small, worker, requests=replace(QUICK_REQUESTS, resume_wait_s=0.3)) as h:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await h.answer(ids=[1] * 30, max_tokens=34, ignore_eos=True)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert f"too small for the 55 tokens there are, or 64 in the end: {small.address}" in caught.value.details()
 
 
 async def test_the_label_of_an_open_request_cannot_be_used_twice() -> None:

@@ -17,17 +17,17 @@ from graftline.kv_transfer.mooncake_engine import MooncakeConfig
 from graftline.kv_transfer.mooncake_transport import MooncakeTransport
 
 
-def send_from_many(session_id: str, address: int, num_senders: int, num_bytes: int) -> None:
-    """Sender `i` fills its part of the peer's region, `num_bytes` long, with the byte `i + 1`."""
-    command = [sys.executable, __file__, session_id, *map(str, (address, num_senders, num_bytes))]
+def send_from_many(session_id: str, address: int, num_senders: int, num_bytes: int, host: str = "127.0.0.1") -> None:
+    """Sender `i`, on `host`, fills its part of the peer's region, `num_bytes` long, with the byte `i + 1`."""
+    command = [sys.executable, __file__, session_id, host, *map(str, (address, num_senders, num_bytes))]
     subprocess.run(command, check=True, timeout=60, stderr=subprocess.DEVNULL)
 
 
 def main() -> None:
-    session_id = sys.argv[1]
-    address, num_senders, num_bytes = map(int, sys.argv[2:])
+    session_id, host = sys.argv[1:3]
+    address, num_senders, num_bytes = map(int, sys.argv[3:])
     memory = [np.full(num_bytes, index + 1, dtype=np.uint8) for index in range(num_senders)]
-    transports = [MooncakeTransport(MooncakeConfig("127.0.0.1")) for _ in memory]
+    transports = [MooncakeTransport(MooncakeConfig(host)) for _ in memory]
     for transport, array in zip(transports, memory, strict=True):
         transport.register(array.ctypes.data, num_bytes)
     start = threading.Barrier(num_senders)

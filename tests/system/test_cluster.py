@@ -23,7 +23,7 @@ from tiny_world import TinyWorld, prompt
 from graftline.bench.chaos import free_ports
 from graftline.child import ChildDiedError
 from graftline.client import AsyncClient
-from graftline.errors import CancelledRequestError, GraftlineError
+from graftline.errors import CancelledRequestError, GraftlineError, InvalidRequestError
 from graftline.kv_transfer.mooncake_engine import MooncakeConfig
 from graftline.launcher import ANY_PORT, Cluster, ClusterSpec, local_cluster, worker_arguments
 from graftline.proto.channel import open_channel
@@ -245,6 +245,13 @@ async def test_any_start_order(world: TinyWorld, tmp_path: Path) -> None:
         assert await answer(cluster, prompt(6, 1)) == world.plain.answer(prompt(6, 1), NEW_TOKENS)
     finally:
         await cluster.stop()
+
+
+async def test_a_log_folder_that_is_a_file_is_refused(world: TinyWorld, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequestError, match=r"log_dir: cannot be made: .*File exists"):
+        async with local_cluster(replace(spec_of(world), log_dir=tmp_path / "file")):
+            pass
 
 
 def listeners(cluster: Cluster) -> set[tuple[str, int]]:
