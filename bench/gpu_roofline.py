@@ -12,6 +12,7 @@ from graftline.bench.gpu_configs import Setting
 from graftline.bench.gpu_rates import copy_bytes_per_s, matmul_flops_per_s, profile_table
 from graftline.bench.gpu_stage import StageAlone
 from graftline.bench.gpu_steps import Steps, settle
+from graftline.engine.config import EngineConfig
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.models.config import ModelConfig
 from graftline.kernels.attention_kind import AttentionBackend
@@ -19,6 +20,7 @@ from graftline.kernels.attention_kind import AttentionBackend
 _ITEM_BYTES = 2
 _ROUNDS = 40
 _PROMPT_TOKENS = 4096
+_SHORT_PROMPTS = (32, 128, 256, 512)
 
 
 def step_bytes(model: ModelConfig, batch: int, context: int) -> int:
@@ -70,28 +72,28 @@ def measure_roofline(
     )
     built: list[StageAlone] = []
 
-    def build() -> dict[str, str]:
-        built.append(StageAlone(setting.decode(max_graph_batch=max(batches))))
-        return {"attention of prompts": built[0].attention_name}
+    def build(config: EngineConfig) -> dict[str, str]:
+        built.append(StageAlone(config))
+        return {"attention of planned steps": built[0].attention_name}
 
-    if steps.step("stage", build) is None:
-        return
-    _measure_stage(steps, built.pop(), model, batches, contexts, prompt_tokens, rounds, copy, matmul)
-    settle()
+    if steps.step("decode stage", partial(build, setting.decode(max_graph_batch=max(batches)))) is not None:
+        _measure_decode(steps, built.pop(), model, batches, contexts, rounds, copy)
+        settle()
+    if steps.step("prefill stage", partial(build, setting.prefill())) is not None:
+        _measure_prefill(steps, built.pop(), model, prompt_tokens, matmul)
+        settle()
     if is_cuda:
         steps.step("prefill with triton", lambda: _prefill_with(setting, model, prompt_tokens, matmul))
 
 
-def _measure_stage(
+def _measure_decode(
     steps: Steps,
     stage: StageAlone,
     model: ModelConfig,
     batches: Sequence[int],
     contexts: Sequence[int],
-    prompt_tokens: int,
     rounds: int,
     copy: float | None,
-    matmul: float | None,
 ) -> None:
     for context in contexts:
         for batch in batches:
@@ -99,14 +101,21 @@ def _measure_stage(
                 f"decode, context {context}, batch {batch}",
                 partial(_decode, stage, model, batch, context, rounds, copy),
             )
-    for size in dict.fromkeys((prompt_tokens, prompt_tokens // 2, 512)):
-        steps.step(
-            f"prefill, {prompt_tokens} tokens by {size}", partial(_prefill, stage, model, prompt_tokens, size, matmul)
-        )
     for batch, context in ((batches[0], contexts[0]), (batches[-2:][0], contexts[-1])):
         steps.step(
             f"profile of 4 rounds, context {context}, batch {batch}", partial(_profile_rounds, stage, batch, context)
         )
+
+
+def _measure_prefill(
+    steps: Steps, stage: StageAlone, model: ModelConfig, prompt_tokens: int, matmul: float | None
+) -> None:
+    for size in dict.fromkeys((prompt_tokens, prompt_tokens // 2, 512)):
+        steps.step(
+            f"prefill, {prompt_tokens} tokens by {size}", partial(_prefill, stage, model, prompt_tokens, size, matmul)
+        )
+    for size in [size for size in _SHORT_PROMPTS if size < prompt_tokens]:
+        steps.step(f"prefill, {size} tokens", partial(_prefill, stage, model, size, size, matmul))
     steps.step("profile of prefill", lambda: profile_table(stage.device, lambda: stage.prefill([prompt_tokens])))
 
 

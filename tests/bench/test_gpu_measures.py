@@ -133,7 +133,8 @@ def test_roofline_notes_rates_steps_prompts_and_profiles(tmp_path: Path, steps: 
         assert step["share_of_copy_rate"] == pytest.approx(step["bytes"] / found["copy bytes/s"] / step["wall_s"])
         assert step["emitted"] == 1
     assert found["prefill, 64 tokens by 32"]["tokens/s"] > 0
-    assert found["stage"] == {"attention of prompts": "torch"}
+    assert found["prefill, 32 tokens"]["seconds"] > 0
+    assert found["prefill stage"] == found["decode stage"] == {"attention of planned steps": "torch"}
     profile = found["profile of 4 rounds, context 32, batch 1"]
     assert profile
     assert sum(row["share"] for row in profile) <= 1.001
