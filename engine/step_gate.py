@@ -11,7 +11,7 @@ from graftline.engine.device_event import has_passed, mark_stream
 # Marks of steps that nobody has waited for yet; who asks for an older one waits for the oldest that is left.
 _MAX_MARKS = 64
 _FIRST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 1e-3
+_LONGEST_PAUSE_S = 2e-4  # what follows is what a request waits for behind its first token
 
 
 class StepGate:
