@@ -137,10 +137,10 @@ def build_stage(
     if drafter is not None and config.role is Role.PREFILL and config.cuda_graphs and device.type == "cuda":
         graph_bytes += drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
     prompts = None
-    if states is None and backend is not AttentionBackend.TORCH:
+    if captures_prompts(config, target, backend):
         prompts = _build_prompts(config, index, model, pool)
         most = min(config.chunk_tokens, most_rows(target))
-        graph_bytes += 0 if prompts is None else prompts.capture(prompt_sizes(most, config.max_running))
+        graph_bytes += prompts.capture(prompt_sizes(most, config.max_running))
     if graph_bytes:
         logger.info("stage %d: captured graphs take %.0f MiB", index, graph_bytes / (1 << 20))
     stage = Stage(
@@ -162,11 +162,16 @@ def build_stage(
     return BuiltStage(stage, pools, gate, graph_bytes)
 
 
-def _build_prompts(config: EngineConfig, index: int, model: TargetModel, pool: KvPool) -> PromptGraphs | None:
-    """Steps of prompts that are captured: a prefill's, on a GPU."""
+def captures_prompts(config: EngineConfig, target: ModelConfig, backend: AttentionBackend) -> bool:
+    """Whether a worker's steps of prompts are captured: a prefill's, on a GPU, of dense models. Layers of hybrid ones,
+    also where a stage has none with recurrent state, write the KV of padding rows and route them to experts.
+    """
+    is_wanted = config.role is Role.PREFILL and config.cuda_graphs and config.device_type == "cuda"
+    return is_wanted and target.hybrid is None and backend is not AttentionBackend.TORCH
+
+
+def _build_prompts(config: EngineConfig, index: int, model: TargetModel, pool: KvPool) -> PromptGraphs:
     device, target = torch.device(config.stage_device(index)), model.config
-    if config.role is not Role.PREFILL or not config.cuda_graphs or device.type != "cuda":
-        return None
     longest = min(target.context_length, config.num_pages * config.page_size)
     max_pages = num_pages_for(longest, config.page_size)
     return PromptGraphs(

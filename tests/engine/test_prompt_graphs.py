@@ -1,16 +1,26 @@
 """Steps of prompts, padded to sizes that were captured."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from graftline.engine.config import EngineConfig, Role
 from graftline.engine.kv_pool import KvGeometry, KvPool
+from graftline.engine.memory_plan import state_geometry
+from graftline.engine.models.checkpoint import read_model_config
+from graftline.engine.models.qwen3_next_random import write_tiny_qwen3_next
 from graftline.engine.models.target_model import KvViews, StateViews
 from graftline.engine.prompt_graphs import PromptGraphs, most_rows, pad_prompts, prompt_sizes
+from graftline.engine.stage_builder import captures_prompts
+from graftline.engine.tree_shape import NO_SPECULATION
 from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
+from graftline.kernels.attention_kind import AttentionBackend
 from graftline.kernels.tree_batch import RowBatch
 
 CPU = torch.device("cpu")
@@ -108,3 +118,20 @@ def test_rows_come_back_without_padding() -> None:
     assert short.equal(hidden[:2] + 1)
     alone = layers.batches[-1]
     assert (alone.num_rows, alone.page_tables.shape) == (16, (1, 6))
+
+
+def test_steps_are_captured_of_dense_models_on_a_gpu(tmp_path: Path) -> None:
+    """A hybrid model's stage without recurrent state is none of a dense one: it would write padding's KV."""
+    path = write_tiny_qwen3_next(tmp_path / "hybrid")
+    hybrid = read_model_config(path)
+    config = EngineConfig(
+        model=str(path), role=Role.PREFILL, devices=("cuda:0",), layer_split=(3, 1), tree=NO_SPECULATION
+    )
+    assert state_geometry(config, hybrid, 1) is None
+    dense = replace(hybrid, hybrid=None)
+    assert captures_prompts(config, dense, AttentionBackend.TRITON)
+    assert captures_prompts(config, dense, AttentionBackend.FLASHINFER)
+    assert not captures_prompts(config, hybrid, AttentionBackend.TRITON)
+    assert not captures_prompts(config, dense, AttentionBackend.TORCH)
+    for change in ({"role": Role.DECODE}, {"cuda_graphs": False}, {"devices": ("cpu",)}):
+        assert not captures_prompts(msgspec.structs.replace(config, **change), dense, AttentionBackend.TRITON)
