@@ -17,7 +17,7 @@ from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.pages import num_pages_for
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows
-from graftline.kernels.upload import upload
+from graftline.kernels.upload import int_starts, upload
 
 _LEAST_ROWS, _MOST_ROWS = 16, 2048
 # What an H200 computes while a host launches a layer's kernels, 0.42 ms (`python -m graftline.bench.gpu --sections
@@ -153,9 +153,11 @@ class _Size:
 
     def batch(self, pool: KvPool) -> AttentionBatch:
         """The step's rows; its segments are known on the device alone."""
-        rows, prompts = self.rows, self.prompts
-        parts = torch.split(self.numbers, [rows, rows, prompts + 1, prompts])
-        row_segment, positions, segment_rows, starts = parts
+        lengths = _lengths(self.rows, self.prompts)
+        row_segment, positions, segment_rows, starts = (
+            self.numbers[start : start + length]
+            for start, length in zip(int_starts(lengths), lengths, strict=False)  # the last start is the end
+        )
         return AttentionBatch(
             row_segment=row_segment,
             positions=positions,
@@ -175,8 +177,9 @@ def pad_prompts(
 
     Returns:
         (segment of every row, -1 for padding; position of every row; first row of every segment, and the end of the
-        last one, `prompts` + 1 in all; committed length of every segment), one after the other; page ids of the real
-        segments, as many as their rows reach, padded to one length.
+        last one, `prompts` + 1 in all; committed length of every segment), one after the other, each where `int_starts`
+        says: kernels are compiled for alignments, and steps that are not captured meet the same ones; page ids of the
+        real segments, as many as their rows reach, padded to one length.
     """
     row_segment: list[int] = []
     positions: list[int] = []
@@ -188,11 +191,23 @@ def pad_prompts(
     padding = rows - len(positions)
     starts = [segment.start for segment in segments]
     missing = prompts - len(segments)
-    numbers = [*row_segment, *[-1] * padding, *positions, *[0] * padding]
-    numbers += [*first_rows, *[first_rows[-1]] * missing, *starts, *[0] * missing]
+    vectors = (
+        [*row_segment, *[-1] * padding],
+        [*positions, *[0] * padding],
+        [*first_rows, *[first_rows[-1]] * missing],
+        [*starts, *[0] * missing],
+    )
+    numbers: list[int] = []
+    for vector, end in zip(vectors, int_starts(_lengths(rows, prompts))[1:], strict=True):
+        numbers += vector
+        numbers += [0] * (end - len(numbers))
     counts = [num_pages_for(segment.start + segment.num_rows, page_size) for segment in segments]
     widest = max(counts, default=0)
     tables = [
         [*segment.page_ids[:count], *[0] * (widest - count)] for segment, count in zip(segments, counts, strict=True)
     ]
     return numbers, tables
+
+
+def _lengths(rows: int, prompts: int) -> tuple[int, int, int, int]:
+    return rows, rows, prompts + 1, prompts

@@ -3,7 +3,7 @@
 The source is pinned memory of torch's caching allocator, which gives it to nobody else until the copy is done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -43,12 +43,17 @@ class RecurringUploads:
         return known
 
 
-def upload_ints(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Lists as int32 vectors on a device, all in one copy.
+def int_starts(lengths: Iterable[int]) -> list[int]:
+    """Where int32 vectors of these lengths begin in one buffer, and the end of the last one.
 
     Every vector starts at 16 bytes, so that Triton's kernels see the same alignment whatever the lengths.
     """
-    starts = [0, *accumulate(-(-len(values) // _ALIGNED_INTS) * _ALIGNED_INTS for values in lists)]
+    return [0, *accumulate(-(-length // _ALIGNED_INTS) * _ALIGNED_INTS for length in lengths)]
+
+
+def upload_ints(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Lists as int32 vectors on a device, all in one copy, each where `int_starts` says."""
+    starts = int_starts(map(len, lists))
     on_host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     for start, values in zip(starts, lists, strict=False):
         on_host[start : start + len(values)] = torch.tensor(values, dtype=torch.int32)

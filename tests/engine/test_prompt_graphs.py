@@ -19,7 +19,7 @@ from graftline.engine.models.target_model import KvViews, StateViews
 from graftline.engine.prompt_graphs import PromptGraphs, most_rows, pad_prompts, prompt_sizes
 from graftline.engine.stage_builder import captures_prompts
 from graftline.engine.tree_shape import NO_SPECULATION
-from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
+from graftline.kernels.attention_batch import AttentionBatch, SegmentRows, build_attention_batch
 from graftline.kernels.attention_kind import AttentionBackend
 from graftline.kernels.tree_batch import RowBatch
 
@@ -54,7 +54,7 @@ def graphs(layers: Layers, capture: tuple[int, ...] = ()) -> PromptGraphs:
 def test_a_step_is_padded() -> None:
     numbers, tables = pad_prompts(SEGMENTS, 16, 4, PAGE)
     whole = build_attention_batch(SEGMENTS, PAGE)
-    row_segment, positions, first_rows, starts = torch.tensor(numbers).split([16, 16, 5, 4])
+    row_segment, positions, first_rows, _, starts = torch.tensor(numbers).split([16, 16, 5, 3, 4])
     assert row_segment.tolist() == whole.row_segment.tolist() + [-1] * 8
     assert positions.tolist() == whole.positions.tolist() + [0] * 8
     assert first_rows.tolist() == [*whole.segment_rows.tolist(), 8, 8]
@@ -64,7 +64,7 @@ def test_a_step_is_padded() -> None:
 
 def test_padding_alone_is_a_step() -> None:
     numbers, tables = pad_prompts([], 2, 1, PAGE)
-    assert numbers == [-1, -1, 0, 0, 0, 0, 0]
+    assert numbers == [-1, -1, 0, 0] + [0] * 12
     assert tables == []
 
 
@@ -88,6 +88,18 @@ def test_large_models_keep_a_device_busy_with_fewer_rows() -> None:
     assert rows(576, 1536, 576, 192) == 2048
     assert rows(4096, 14336, 4096, 1024) == 512
     assert rows(8192, 28672, 8192, 1024) == 256
+
+
+@pytest.mark.parametrize(("rows", "prompts"), [(16, 1), (50, 3)])
+def test_kernels_meet_the_alignments_of_other_steps(rows: int, prompts: int) -> None:
+    """They are compiled for them: what captured steps have compiled is then there for those that do not fit."""
+    layers = Layers()
+    graphs(layers).capture([(rows, prompts)])
+    batch = layers.batches[-1]
+    assert isinstance(batch, AttentionBatch)
+    vectors = (batch.row_segment, batch.positions, batch.segment_rows, batch.segment_start, batch.page_tables)
+    assert [vector.shape[0] for vector in vectors] == [rows, rows, prompts + 1, prompts, prompts]
+    assert [vector.data_ptr() % 16 for vector in vectors] == [0] * 5
 
 
 def test_takes_prompts_that_fit() -> None:
