@@ -41,7 +41,7 @@ class Outbox:
         self._something.set()
 
     def fail(self, error: GraftlineError) -> None:
-        """The request failed; the first error counts. Deltas that wait are still delivered."""
+        """The request failed; the first error counts. Deltas that wait are delivered: all of them are an answer."""
         if self._error is None:
             self._error = error
         self._something.set()
@@ -53,10 +53,10 @@ class Outbox:
             GraftlineError: what the request failed with.
         """
         while not self._waiting:
-            if self._error is not None:
-                raise self._error
             if self._open_choices == 0:
                 return None
+            if self._error is not None:
+                raise self._error
             self._something.clear()
             await self._something.wait()
         delta = self._merged()

@@ -312,6 +312,15 @@ async def test_what_waits_is_delivered_before_a_failure() -> None:
         await outbox.get()
 
 
+async def test_a_whole_answer_is_no_failure() -> None:
+    """A router that stops fails what is open, also what its client has only to read."""
+    outbox = Outbox(1, 10)
+    outbox.put(Delta(0, "a", [1], [], GenerateFinish()))
+    outbox.fail(PeerUnavailableError("this router is stopping"))
+    assert (await outbox.get()) is not None
+    assert await outbox.get() is None
+
+
 def test_figures_sum_reports_and_count_unreported_attempts_from_messages() -> None:
     """CASES S38: accepted plus rounds equals the tokens after the first."""
     figures = SpeculationFigures()
