@@ -188,7 +188,9 @@ def taken_bytes(config: EngineConfig, model: ModelConfig, head: DraftHeadConfig 
     """
     memory = plan_memory(config, model, head)
     item = _activations(config).itemsize
-    rows = max(config.chunk_tokens, config.max_running * config.tree.nodes)
+    rows = config.max_running * config.tree.nodes
+    if config.role is Role.PREFILL:  # a decode computes no prompts
+        rows = max(rows, config.chunk_tokens)
     row_values = 8 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
     sampled = config.max_running * (config.tree.nodes if config.role is Role.DECODE else 1)
     taken = [stage.weight_bytes + stage.draft_weight_bytes + rows * row_values * item for stage in memory.stages]

@@ -113,6 +113,18 @@ def test_pages_come_from_what_the_gpus_have(world: TinyWorld) -> None:
     assert explicit.num_pages < config.num_pages
 
 
+def test_chunks_of_prompts_take_nothing_of_a_decode(world: TinyWorld) -> None:
+    options = EngineOptions(str(world.plain.path), devices="cuda:0", draft_head="none", max_running=2, chunk_tokens=64)
+    host = Host(lambda: 1, lambda device: DeviceMemory(3 * GIB, 3 * GIB), measures=False)
+    model = read_model_config(world.plain.path)
+
+    def taken(role: Role, chunk_tokens: int) -> list[int]:
+        return taken_bytes(resolve_engine_config(replace(options, chunk_tokens=chunk_tokens), role, host), model, None)
+
+    assert taken(Role.DECODE, 64) == taken(Role.DECODE, 2048)
+    assert taken(Role.PREFILL, 64) < taken(Role.PREFILL, 2048)
+
+
 def test_a_cluster_says_where_its_workers_go(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ClusterSpec(model="tiny", decode_stages=2, devices="auto")
     placed = spec.placements(lambda: 2)
