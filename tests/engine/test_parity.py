@@ -6,6 +6,7 @@ import pytest
 from local_pair import Ask, End, local_pair
 from tiny_world import TinyWorld, prompt
 
+from graftline.engine.pages import num_pages_for
 from graftline.engine.request import FinishReason, Sampling, TreeOrigin
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 
@@ -66,6 +67,11 @@ def test_chunks_and_pages_need_not_fit_each_other(world: TinyWorld, chunk_tokens
     assert [answer.ids for answer in answers] == [world.plain.answer(prompt(length), 6) for length in lengths]
     for answer, length in zip(answers, lengths, strict=True):
         assert answer.handoffs[0].chunks >= -(-length // chunk_tokens)
+    page_bytes = {
+        answer.handoffs[0].num_bytes / num_pages_for(length, page_size)
+        for answer, length in zip(answers, lengths, strict=True)
+    }
+    assert len(page_bytes) == 1, "every page is sent once"
 
 
 def test_bfloat16_is_as_exact(world: TinyWorld) -> None:
