@@ -394,9 +394,7 @@ class PrefillScheduler:
         self._order(job, SentPool.TARGET, after, pages, every_stage)
         job.sent_pages = end
         if self._config.tree.speculates:
-            pages = page_runs(job.pages[job.sent_draft_pages : end], targets[job.sent_draft_pages : end])
             self._order(job, SentPool.DRAFT, after, pages, every_stage[-1:])
-            job.sent_draft_pages = end
         if self._has_state and job.is_planned:  # the state is final once, with the last pages
             self._order(job, SentPool.STATE, after, [(job.slot, job.destination.slot_id, 1)], every_stage)
 

@@ -54,8 +54,7 @@ class PrefillJob:
     Attributes:
         planned: prompt tokens that were planned or came from the prefix cache.
         cached: prompt tokens that came from the prefix cache.
-        sent_pages: pages whose target KV was ordered to be sent.
-        sent_draft_pages: likewise for the drafter's KV.
+        sent_pages: pages whose KV was ordered to be sent, the drafter's with the target's.
         steps: steps under way that write this job's pages.
         last_step: the step of the final chunk, once planned.
         tree: set once the last stage is done with the final chunk.
@@ -77,7 +76,6 @@ class PrefillJob:
     chunks: int = 0
     step_ends: list[tuple[int, int]] = field(default_factory=list)
     sent_pages: int = 0
-    sent_draft_pages: int = 0
     steps: set[int] = field(default_factory=set)
     destination: Destination | None = None
     ledger: SendLedger = field(default_factory=SendLedger)
