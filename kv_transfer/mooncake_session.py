@@ -13,7 +13,8 @@ DONE = 1
 MAX_SPELLINGS = 16
 _LOSS = 0.98  # a write: the best rate and the worst sleep that were seen are forgotten slowly
 _LEAST_RATED_BYTES = 1 << 20
-_LEAST_OVERSLEEP_S = 200e-6
+# A process that stood still for long would do without sleeping for hundreds of writes otherwise.
+_LEAST_OVERSLEEP_S, _MOST_OVERSLEEP_S = 200e-6, 5e-3
 
 
 class _Probe:
@@ -49,7 +50,7 @@ class Session:
         turn: held by whoever writes.
         abandoned: batches given up on; the engine still holds them.
         rate: the best bytes a second of late, 0 before the first write.
-        oversleep_s: how much too long a sleep took of late at worst; never quite nothing.
+        oversleep_s: how much too long a sleep took of late at worst, within bounds; never quite nothing.
         forgotten: the peer is gone, and its name may be another process's by now; set by whoever forgets it.
     """
 
@@ -102,7 +103,8 @@ class Session:
         """Sleeps, and learns how inexact that is here: it depends on the machine, and on who else wants to run."""
         start_s = time.monotonic()
         time.sleep(seconds)
-        self.oversleep_s = max(self.oversleep_s, time.monotonic() - start_s - seconds)
+        too_long_s = time.monotonic() - start_s - seconds
+        self.oversleep_s = max(self.oversleep_s, min(too_long_s, _MOST_OVERSLEEP_S))
 
     def make_contact(self, deadline_s: float) -> None:
         """Asks a peer that has not been heard of, or that just failed, for a sign of life.

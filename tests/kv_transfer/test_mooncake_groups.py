@@ -339,6 +339,7 @@ class _Clock:
     def __init__(self, oversleep_s: float) -> None:
         self.now_s = 0.0
         self.num_sleeps = 0
+        self.oversleep_once_s = 0.0
         self._oversleep_s = oversleep_s
 
     def monotonic(self) -> float:
@@ -347,7 +348,8 @@ class _Clock:
 
     def sleep(self, seconds: float) -> None:
         self.num_sleeps += 1
-        self.now_s += seconds + self._oversleep_s
+        self.now_s += seconds + self._oversleep_s + self.oversleep_once_s
+        self.oversleep_once_s = 0.0
 
 
 @pytest.mark.parametrize("oversleep_s", [0.0, 300e-6, 3e-3])
@@ -372,6 +374,30 @@ def test_sleeping_is_left_off_as_early_as_it_is_inexact(
         late_s.append(clock.now_s - end_s)
     assert sorted(late_s)[150] < 20e-6
     assert clock.num_sleeps > 0
+
+
+def test_a_standstill_is_not_how_inexact_sleeping_is(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes behind it sleep as before, instead of keeping a processor busy to their ends."""
+    transport, clock = opened(engine), _Clock(0.0)
+    for module in (mooncake_attempt, mooncake_session):
+        monkeypatch.setattr(module, "time", clock)
+    copy_s, end_s = 20e-3, 0.0
+
+    def submit(target: str, address: int) -> None:
+        nonlocal end_s
+        end_s = clock.now_s + copy_s
+
+    engine.submit = submit
+    engine.status = lambda target, address, looks: int(clock.now_s >= end_s)
+    num_sleeps = []
+    for stood_still_s in (0.0, 0.0, 5.0, 0.0, 0.0):
+        clock.oversleep_once_s = stood_still_s
+        before, group = clock.num_sleeps, Group(1, 64 * MIB)
+        group[0].deadline_s = clock.now_s + 60
+        transport.begin(PEER, group.writes).finish()
+        num_sleeps.append(clock.num_sleeps - before)
+    assert num_sleeps[2] == 1
+    assert min(num_sleeps[3:]) > num_sleeps[1] / 2
 
 
 def test_a_first_contact_says_nothing_of_the_way(engine: ScriptedEngine) -> None:
