@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graftline.errors import GraftlineError, PeerUnavailableError
 from graftline.router.config import RequestConfig
 from graftline.router.model import ServedModel
-from graftline.router.pairing import Pair, Pairing, WorkerKey, too_small, worker_key
+from graftline.router.pairing import Pair, Pairing, WorkerKey, serves, too_small, worker_key
 from graftline.router.policy import Demand
 from graftline.router.registry import Registry
 from graftline.router.worker import Worker
@@ -91,7 +91,8 @@ class PairSearch:
 
     def _why_none(self, demand: Demand) -> str:
         why = self._fleet.registry.why_no_pair()
-        small = [worker.address for worker in self._fleet.registry.workers if too_small(worker, demand)]
+        ours = [worker for worker in self._fleet.registry.workers if serves(worker, self._model)]
+        small = [worker.address for worker in ours if too_small(worker, demand)]
         if small:
             have, most = len(demand.token_ids), demand.max_total_tokens
             why += f"; too small for the {have} tokens there are, or {most} in the end: {', '.join(small)}"

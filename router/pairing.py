@@ -41,7 +41,7 @@ def mismatched_fields(prefill: Worker, decode: Worker) -> tuple[str, ...]:
 
 
 def serves(worker: Worker, model: ServedModel) -> bool:
-    """True for a decode that serves this very model card."""
+    """True for a worker that serves this very model card."""
     return worker.description is not None and worker.description.model.card_hash == model.card_hash
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from router_fakes import CONTEXT_LENGTH, VOCAB_SIZE, Fault, decode, prefill, reference_ids
+from router_fakes import CONTEXT_LENGTH, VOCAB_SIZE, Fault, decode, model_card, prefill, reference_ids
 from router_harness import QUICK_REQUESTS, harness
 
 from graftline.errors import InternalError, InvalidRequestError, OutOfCapacityError
@@ -144,11 +144,13 @@ async def test_an_output_that_outgrew_all_prefills_cannot_move_and_says_why() ->
         limits=Limits(max_request_tokens=64, max_running=2), faults=deque([Fault(25, InternalError("gone"))])
     )
     small = prefill(limits=Limits(max_request_tokens=50))
-    async with harness(small, worker, requests=replace(QUICK_REQUESTS, resume_wait_s=0.3)) as h:
+    others = decode(card=model_card(model_id="other"), limits=Limits(max_request_tokens=40, max_running=2))
+    async with harness(small, worker, others, requests=replace(QUICK_REQUESTS, resume_wait_s=0.3)) as h:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await h.answer(ids=[1] * 30, max_tokens=34, ignore_eos=True)
+            await h.answer(model="tiny", ids=[1] * 30, max_tokens=34, ignore_eos=True)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert f"too small for the 55 tokens there are, or 64 in the end: {small.address}" in caught.value.details()
+        told = f"too small for the 55 tokens there are, or 64 in the end: {small.address}; the last attempt"
+        assert told in caught.value.details(), "another model's workers are of no interest"
 
 
 async def test_the_label_of_an_open_request_cannot_be_used_twice() -> None:
