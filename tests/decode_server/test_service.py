@@ -309,7 +309,7 @@ async def test_a_prefill_that_others_hear_is_not_silent() -> None:
 
 
 async def test_a_flood_waits_in_the_decode_until_the_prefill_takes_it_up() -> None:
-    """A prefill that had to take up thousands of handoffs at once had no time for signs of life."""
+    """CASES B17: a prefill that had to take up thousands of handoffs at once had no time for signs of life."""
     quiet = PrefillSettings(first_alive_s=60.0)
     settings = ServiceSettings(peer_silence_s=60.0)
     async with prefill_side("queued", settings=quiet) as prefill, decode_side(settings=settings) as decode:

@@ -148,7 +148,7 @@ OUTGROWN = [
 
 @pytest.mark.parametrize("fault", OUTGROWN)
 async def test_an_output_that_outgrew_all_prefills_ends_at_once_and_says_why(fault: Fault) -> None:
-    """30 tokens of prompt and 25 of output are more than a prefill of 50 can compute again, whenever it is asked."""
+    """CASES S31: 30 tokens of prompt and 25 of output are more than a prefill of 50 can compute again, ever."""
     worker = decode(limits=Limits(max_request_tokens=64, max_running=2), faults=deque([fault]))
     small = prefill(limits=Limits(max_request_tokens=50))
     async with harness(small, worker, requests=replace(QUICK_REQUESTS, resume_wait_s=600)) as h:
