@@ -20,7 +20,6 @@ import msgspec
 from graftline.bench.gpu_pair import TimedAnswer
 from graftline.bench.stage_use import Sign, SignLog
 from graftline.engine.config import EngineConfig, Role
-from graftline.engine.process_memory import keep_what_is_there
 from graftline.engine.request import DraftTree, Request, RequestId, RequestKey, Sampling, Stopping, Token
 from graftline.engine.service_api import (
     DecodeFinished,
@@ -32,6 +31,7 @@ from graftline.engine.service_api import (
     Tokens,
 )
 from graftline.engine.worker_engine import WorkerEngine, start_decode_engine, start_prefill_engine
+from graftline.garbage import keep_what_is_there
 from graftline.worker.config import TransferConfig
 from graftline.worker.facts import encode_peer, stage_layouts
 from graftline.worker.process import die_with_parent, end_process, set_up_logging

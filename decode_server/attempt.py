@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SILENT_TICKS = 4
+# Of a prefill that others hear: it has yet to take the handoff up, or has lost it.
+LOST_TICKS = 4 * SILENT_TICKS
 
 _FAILURES = {
     prefill_pb2.PREFILL_FAILURE_INVALID_REQUEST: PrefillFailure.INVALID_REQUEST,
@@ -107,7 +109,7 @@ class Inbox:
 
 
 class Attempt:
-    """A handoff and the decoding that follows it.
+    """A handoff and the decoding that follows it. Takes a place in the peer's `opening` over, until it hears of it.
 
     Attributes:
         request: prompt and tokens emitted by earlier attempts.
@@ -148,7 +150,9 @@ class Attempt:
         self._loop = asyncio.get_running_loop()
         self._to_prefill: asyncio.Queue[prefill_pb2.PrefillRequest | None] = asyncio.Queue()
         self._call: StreamStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse] | None = None
-        self._silent_ticks = 0
+        self._is_opening = True
+        self._silent_ticks = self._silent_ticks_of_peer = 0
+        self._num_heard_of_peer = peer.num_heard
         self._silence_timer = self._loop.call_later(self._tick_s, self._on_silence_tick)
         self._drain_timer: asyncio.TimerHandle | None = None
         self._leg_closed = False
@@ -176,7 +180,7 @@ class Attempt:
         try:
             self._call = self._peer.stub.Prefill(self._outgoing(start), metadata=metadata)
             async for response in self._call:
-                self._silent_ticks = 0
+                self._heard()
                 self._on_response(response)
         except grpc.RpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -185,12 +189,27 @@ class Attempt:
             reason = "the call was cancelled"
         finally:
             self._peer.num_open -= 1
+            self._opened()
             self.post(handoff.StreamLost(reason))
 
     async def _outgoing(self, start: prefill_pb2.PrefillStart) -> AsyncIterator[prefill_pb2.PrefillRequest]:
         yield prefill_pb2.PrefillRequest(start=start)
-        while (message := await self._to_prefill.get()) is not None:
-            yield message
+        try:
+            while (message := await self._to_prefill.get()) is not None:
+                yield message
+        except asyncio.CancelledError:
+            # The call is over. gRPC would write the exception out, a millisecond for each of thousands.
+            return
+
+    def _heard(self) -> None:
+        self._silent_ticks = 0
+        self._peer.num_heard += 1
+        self._opened()
+
+    def _opened(self) -> None:
+        if self._is_opening:
+            self._is_opening = False
+            self._peer.opening.release()
 
     def _on_response(self, response: prefill_pb2.PrefillResponse) -> None:
         match response.WhichOneof("event"):
@@ -304,8 +323,13 @@ class Attempt:
     def _on_silence_tick(self) -> None:
         """Counts ticks, not seconds: a late event loop of ours cannot make a peer look silent."""
         self._silent_ticks += 1
-        if self._silent_ticks > SILENT_TICKS:
-            silence = f"nothing heard for {self._settings.peer_silence_s:g} s"
+        self._silent_ticks_of_peer += 1
+        if self._peer.num_heard != self._num_heard_of_peer:
+            self._num_heard_of_peer, self._silent_ticks_of_peer = self._peer.num_heard, 0
+        is_silent = min(self._silent_ticks, self._silent_ticks_of_peer) > SILENT_TICKS
+        if is_silent or self._silent_ticks > LOST_TICKS:
+            num_ticks = SILENT_TICKS if is_silent else LOST_TICKS
+            silence = f"nothing heard for {num_ticks * self._tick_s:g} s"
             self.post(handoff.StreamLost(silence, silent=True))
             return
         self._silence_timer = self._loop.call_later(self._tick_s, self._on_silence_tick)

@@ -16,6 +16,9 @@ from graftline.proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+# Streams that a prefill has not answered yet: taking them all up at once would keep it from whatever else it does.
+MAX_OPENING = 128
+
 
 @dataclass(slots=True)
 class Peer:
@@ -25,6 +28,8 @@ class Peer:
         incarnation: whom this decode is paired with; None when it has to pair (again).
         last_incarnation: whom it was paired with before that.
         num_open: handoffs that use the channel.
+        num_heard: messages of all handoffs so far.
+        opening: places of handoffs that it has not said anything of.
     """
 
     address: str
@@ -33,7 +38,9 @@ class Peer:
     incarnation: str | None = None
     last_incarnation: str | None = None
     num_open: int = 0
+    num_heard: int = 0
     pairing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    opening: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_OPENING))
 
 
 class PrefillPeers:
@@ -70,6 +77,15 @@ class PrefillPeers:
             if peer.incarnation is None:
                 await self._pair(peer)
         return peer
+
+    async def opening(self, address: str) -> Peer:
+        """Likewise, with a place in its `opening`, which is the caller's to give back. Raises as `paired`."""
+        while True:
+            peer = await self.paired(address)
+            await peer.opening.acquire()
+            if peer.incarnation is not None:
+                return peer
+            peer.opening.release()  # it was found to be gone meanwhile
 
     def unpair(self, peer: Peer, incarnation: str) -> None:
         """That incarnation is gone, or does not know this decode: pair anew before the next handoff."""

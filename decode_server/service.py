@@ -161,7 +161,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._metadata = metadata
         self._tracer = tracer
         self._admitting = True
+        self._end: str | None = None  # why nothing more begins
         self._num_calls = 0
+        self._num_waiting = 0
         self._open: set[Attempt] = set()
         self._streams: set[CallStream] = set()
         self._idle = asyncio.Event()
@@ -171,8 +173,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     @property
     def num_open(self) -> int:
-        """Attempts that have not ended, those of vanished callers included."""
-        return len(self._open)
+        """Attempts that have not ended, those of vanished callers included, and calls that wait to begin one."""
+        return len(self._open) + self._num_waiting
 
     def stop_admitting(self) -> None:
         """From now on new calls are answered UNAVAILABLE; streams of calls end with the last call on them."""
@@ -182,16 +184,18 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def cancel_all(self) -> None:
         """Ends everything that is open; the router may go on elsewhere."""
+        self._end = "this decode stops"
         for attempt in tuple(self._open):
-            attempt.cancel(PeerUnavailableError("this decode stops"))
+            attempt.cancel(PeerUnavailableError(self._end))
 
     def abandon_all(self, reason: str) -> None:
         """The engine is gone: fails everything open."""
+        self._end = reason
         for attempt in tuple(self._open):
             attempt.abandon(reason)
 
     async def wait_idle(self) -> None:
-        """Until no attempt is open."""
+        """Until nothing is open."""
         await self._idle.wait()
 
     # --- RPC -------------------------------------------------------------------------------------------------
@@ -257,11 +261,19 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         """Attempts until one ends the call."""
         preemptions_left, repairs_left = self._settings.max_preemptions, 1
         while True:
+            self._num_waiting += 1
+            self._idle.clear()
             try:
-                peer = await self._peers.paired(asked.prefill_address)
+                peer = await self._peers.opening(asked.prefill_address)
+                if self._end is not None:
+                    peer.opening.release()
+                    return handoff.Failed(PeerUnavailableError(self._end), Leg.DECODE)
+                attempt, incarnation = self._begin(call, asked, peer), peer.incarnation
             except (PeerUnavailableError, IncompatibleError, OutOfCapacityError) as unpaired:
                 return handoff.Failed(unpaired, Leg.PREFILL)
-            attempt, incarnation = self._begin(call, asked, peer), peer.incarnation
+            finally:
+                self._num_waiting -= 1
+                self._note_idle()
             outcome = await self._relay(call, attempt, context)
             match outcome:
                 case handoff.Done(speculation=speculation):
@@ -302,7 +314,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             trace,
         )
         self._open.add(attempt)
-        self._idle.clear()
         self._spawn(attempt.run(start, self._metadata + trace.metadata), name=f"handoff {request.key}")
         return attempt
 
@@ -348,7 +359,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def _on_ended(self, attempt: Attempt) -> None:
         self._open.discard(attempt)
-        if not self._open:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.num_open:
             self._idle.set()
 
 

@@ -1,6 +1,5 @@
-"""How much memory this process holds, as the system and torch see it, and what of it is left alone by the collector."""
+"""How much memory this process holds, as the system and torch see it."""
 
-import gc
 import os
 from pathlib import Path
 
@@ -22,13 +21,3 @@ def device_bytes() -> int:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
-
-
-def keep_what_is_there() -> None:
-    """Tells the garbage collector that what this process holds now stays to its end.
-
-    A full collection looks at every object with the interpreter's lock held, and libraries alone have hundreds of
-    thousands: without this, all requests stand still for 0.2 s whenever enough has come on top of them.
-    """
-    gc.collect()
-    gc.freeze()

@@ -19,11 +19,11 @@ from graftline.engine.links import QueuedSender, StageLinks
 from graftline.engine.links_distributed import connect_stages, leave_job
 from graftline.engine.pipeline import STAGE_CONFIG_VARIABLE, joined_key
 from graftline.engine.plan import StageFailed, StageReady
-from graftline.engine.process_memory import keep_what_is_there
 from graftline.engine.stage_builder import build_stage
 from graftline.engine.stage_stream import StageStream
 from graftline.engine.stage_worker import StageWorker
 from graftline.engine.transfer_port import TransferPort
+from graftline.garbage import keep_what_is_there
 
 logger = logging.getLogger(__name__)
 

@@ -174,20 +174,22 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         driver.post(handoff.Cancel())
 
     async def _write(self, driver: HandoffDriver, context: Any) -> None:
+        patience_s = self._settings.first_alive_s
         while True:
-            event = await self._next_event(driver)
+            event = await self._next_event(driver, patience_s)
             if event is None and not driver.started:
                 continue
+            patience_s = self._settings.alive_interval_s
             # Not `wait_for`: before Python 3.12 it swallows a cancel that meets the end of what it waits for.
             async with asyncio.timeout(self._settings.send_timeout_s):
                 await context.write(_ALIVE if event is None else response_of(event))
             if isinstance(event, PrefillFinished | PrefillFailed | Drained):
                 return
 
-    async def _next_event(self, driver: HandoffDriver) -> PrefillEvent | None:
+    async def _next_event(self, driver: HandoffDriver, patience_s: float) -> PrefillEvent | None:
         """The next event for the decode, or None when it is time for a sign of life."""
         try:
-            async with asyncio.timeout(self._settings.alive_interval_s):
+            async with asyncio.timeout(patience_s):
                 return await driver.outbox.get()
         except TimeoutError:
             return None

@@ -35,7 +35,7 @@ from graftline.router.decode_stream import DecodeCall
 from graftline.router.figures import SpeculationFigures
 from graftline.router.observer import RequestObserver
 from graftline.router.pair_search import Fleet, PairSearch
-from graftline.router.pairing import Claim, Pair
+from graftline.router.pairing import Claim, Pair, too_small
 from graftline.router.parameters import Plan
 from graftline.router.policy import Demand
 from graftline.router.silence import SilenceTimer
@@ -114,8 +114,7 @@ class ChoiceRun:
         while True:
             demand = self._demand()
             num_tokens_before = len(self._transcript.token_ids)
-            limits = self._fleet.limits
-            pair = await self._search.find(demand, limits.resume_wait_s if num_tokens_before else limits.pair_wait_s)
+            pair = await self._search.find(demand, has_begun=num_tokens_before > 0)
             self._attempt += 1
             with Claim(pair, len(demand.token_ids)) as claim, self._trace.attempt(pair, self._attempt):
                 failure = await self._try(claim, demand)
@@ -237,7 +236,8 @@ class ChoiceRun:
         self._figures.attempt_ended(failure.speculation)
         error, leg = failure.error, failure.leg or Leg.DECODE
         self._trace.failed(leg, error)
-        if isinstance(error, InvalidRequestError):
+        has_outgrown = leg is Leg.PREFILL and too_small(claim.pair.prefill, self._demand())
+        if isinstance(error, InvalidRequestError) and not has_outgrown:
             raise error
         if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise CancelledRequestError("the deadline passed") from error
@@ -255,6 +255,8 @@ class ChoiceRun:
                 raise OutOfCapacityError(f"preempted {self._num_preemptions} times") from error
         elif isinstance(error, OutOfCapacityError):
             self._check_patience(error)
+        elif isinstance(error, InvalidRequestError):
+            return  # its decode prefilled again what had become too much for the prefill: another one may hold it
         else:
             if claim.revoked is None:
                 worker.breaker.failed(error)  # one and the same for all that were on a stream which ended

@@ -4,10 +4,10 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from graftline.errors import GraftlineError, PeerUnavailableError
+from graftline.errors import GraftlineError, OutOfCapacityError, PeerUnavailableError
 from graftline.router.config import RequestConfig
 from graftline.router.model import ServedModel
-from graftline.router.pairing import Pair, Pairing, WorkerKey, serves, too_small, worker_key
+from graftline.router.pairing import Pair, Pairing, WorkerKey, has_outgrown, prefills_of, serves, too_small, worker_key
 from graftline.router.policy import Demand
 from graftline.router.registry import Registry
 from graftline.router.worker import Worker
@@ -54,15 +54,23 @@ class PairSearch:
         """The best pair that can be used this moment."""
         return self._fleet.pairing.pick(self._fleet.registry.workers, self._model, demand, self._excluded)
 
-    async def find(self, demand: Demand, wait_s: float) -> Pair:
+    async def find(self, demand: Demand, *, has_begun: bool) -> Pair:
         """The best pair, waited for when there is none.
 
+        Args:
+            has_begun: the choice has tokens, and waits for longer.
+
         Raises:
-            PeerUnavailableError: none came up in `wait_s` seconds; the message tells the state of every worker.
+            OutOfCapacityError: every prefill has as many requests as it takes, and the choice has not begun.
+            PeerUnavailableError: none came up in time, or none ever can; the message tells the state of every worker.
         """
         pair = self.find_now(demand)
         if pair is not None:
             return pair
+        self._require_hope(demand)
+        if not has_begun:
+            self._require_room()
+        wait_s = self._fleet.limits.resume_wait_s if has_begun else self._fleet.limits.pair_wait_s
         try:
             async with asyncio.timeout(wait_s):
                 if self._excluded:
@@ -83,11 +91,26 @@ class PairSearch:
             pair = self.find_now(demand)
             if pair is not None:
                 return pair
+            self._require_hope(demand)
             try:
                 async with asyncio.timeout(POLL_S):
                     await self._fleet.registry.wait_for_change()
             except TimeoutError:
                 continue
+
+    def _require_hope(self, demand: Demand) -> None:
+        if has_outgrown(self._fleet.registry.workers, self._model, demand):
+            raise PeerUnavailableError(f"no prefill can hold what there is so far: {self._why_none(demand)}")
+
+    def _require_room(self) -> None:
+        up = [worker for worker in prefills_of(self._fleet.registry.workers, self._model) if worker.is_available]
+        full = [worker for worker in up if worker.is_full]
+        if full and len(full) == len(up):
+            num_open = sum(worker.open_requests for worker in full)
+            raise OutOfCapacityError(
+                f"{num_open} requests are at prefills already, the most they take",
+                retry_after_s=self._fleet.limits.retry_after_s,
+            )
 
     def _why_none(self, demand: Demand) -> str:
         why = self._fleet.registry.why_no_pair()

@@ -55,7 +55,7 @@ class Pairing:
         self, workers: Iterable[Worker], model: ServedModel, demand: Demand, excluded: set[WorkerKey]
     ) -> Pair | None:
         """The pair for a request, or None when no two available, compatible workers can hold it."""
-        usable = [worker for worker in workers if worker.is_available]
+        usable = [worker for worker in workers if worker.is_available and not worker.is_full]
         if excluded:
             usable = [worker for worker in usable if worker_key(worker) not in excluded]
         prefills = [worker for worker in usable if worker.role is Role.PREFILL and _holds_prompt(worker, demand)]
@@ -144,6 +144,23 @@ class Claim:
         worker.breaker.undecided()
         if worker is self.pair.prefill:
             self.prompt_computed()
+
+
+def has_outgrown(workers: Iterable[Worker], model: ServedModel, demand: Demand) -> bool:
+    """True when the prefills of a model are known, be they up or not, and none of them can hold a request's tokens."""
+    known = list(workers)
+    if any(worker.description is None for worker in known if worker.role is Role.PREFILL):
+        return False
+    prefills = prefills_of(known, model)
+    return bool(prefills) and not any(_holds_prompt(prefill, demand) for prefill in prefills)
+
+
+def prefills_of(workers: Iterable[Worker], model: ServedModel) -> list[Worker]:
+    """The prefills, up or not, that go with a decode of a model."""
+    known = list(workers)
+    decodes = [worker for worker in known if worker.role is Role.DECODE and serves(worker, model)]
+    prefills = [worker for worker in known if worker.role is Role.PREFILL]
+    return [prefill for prefill in prefills if any(not mismatched_fields(prefill, decode) for decode in decodes)]
 
 
 def too_small(worker: Worker, demand: Demand) -> bool:

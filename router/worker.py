@@ -114,6 +114,18 @@ class Worker:
         """May be picked for new requests."""
         return not self.reason and not self.breaker.is_open
 
+    @property
+    def is_full(self) -> bool:
+        """A prefill that would refuse what came on top of this router's own requests.
+
+        Those are counted until the decode has gone on by itself, a little longer than the prefill has them: what runs
+        counts twice.
+        """
+        limits = self.description.limits if self.description else None
+        if limits is None or not limits.max_queued or self.role is not Role.PREFILL:
+            return False
+        return self.open_requests >= limits.max_queued + 2 * limits.max_running
+
     def described(self, description: Description) -> None:
         """The worker answered. A new incarnation has lost every request of the old one."""
         if description.identity.incarnation != self.incarnation:

@@ -14,6 +14,7 @@ import uvloop
 
 from graftline import cli_options as shared
 from graftline.errors import InvalidRequestError
+from graftline.garbage import keep_what_is_there
 from graftline.proto.address import is_wildcard, parse_address
 from graftline.proto.channel import Access, open_channel
 from graftline.proto.v1 import worker_pb2
@@ -152,6 +153,7 @@ async def _serve(config: RouterConfig) -> None:
         async with running_router(config) as running:
             if is_launched():
                 await _wait_for_a_pair(running)
+            keep_what_is_there()
             announce_ready(address=running.address, http=running.http_address)
             await stop.wait()
 

@@ -1,12 +1,15 @@
 """A request through both real services over gRPC, with scripted engines."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
+from eventually import eventually
 from fake_engines import VOCAB_SIZE, FakeDecodeEngine, FakePrefillEngine, Points, failure, token_at
 from service_pair import EOS, QUICK, collect, decode_side, expected_ids, prefill_side, request_message
 
+from graftline.decode_server.peers import MAX_OPENING
 from graftline.decode_server.settings import ServiceSettings
 from graftline.engine.request import DraftTree
 from graftline.engine.service_api import Drained, PrefillFailure, Scheduled
@@ -18,6 +21,7 @@ from graftline.errors import (
     PreemptedError,
     TransferFailedError,
 )
+from graftline.prefill_server.settings import ServiceSettings as PrefillSettings
 from graftline.proto.status import Leg, failure_from_rpc
 from graftline.proto.v1 import common_pb2
 from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
@@ -275,14 +279,64 @@ async def test_an_incompatible_prefill_is_named() -> None:
 async def test_a_silent_prefill_is_noticed() -> None:
     """CASES B17: a prefill that only queues is alive; one that says nothing is not."""
     settings = ServiceSettings(peer_silence_s=0.4)
-    engine = FakePrefillEngine("queued")
-    async with prefill_side(engine=engine) as prefill, decode_side(settings=settings) as decode:
+    mute = PrefillSettings(first_alive_s=60.0, alive_interval_s=60.0)
+    async with prefill_side("queued", settings=mute) as prefill, decode_side(settings=settings) as decode:
         call = decode.call(prefill.address)
         said, leg = await failed(call)
         assert isinstance(said, PeerUnavailableError)
         assert "nothing heard" in str(said)
         assert leg is Leg.PREFILL
         await decode.whole()
+
+
+async def test_a_prefill_that_others_hear_is_not_silent() -> None:
+    """It has yet to take a handoff up, as when thousands come at once: only what it has lost is given up, and later."""
+    settings = ServiceSettings(peer_silence_s=0.4)
+    quiet = PrefillSettings(first_alive_s=60.0, alive_interval_s=60.0)
+    async with prefill_side("queued", settings=quiet) as prefill, decode_side(settings=settings) as decode:
+        begun_s = time.monotonic()
+        waiting = asyncio.ensure_future(failed(decode.call(prefill.address)))
+        await prefill.engine.points.reached("queued")
+        prefill.engine.points.drop("queued")
+        while not waiting.done():
+            ids, _ = await collect(decode.call(prefill.address))
+            assert ids == expected_ids()
+        said, leg = await waiting
+        assert "nothing heard for 1.6 s" in str(said)
+        assert leg is Leg.PREFILL
+        assert time.monotonic() - begun_s > 1.6
+        await decode.whole()
+
+
+async def test_a_flood_waits_in_the_decode_until_the_prefill_takes_it_up() -> None:
+    """CASES B17: a prefill that had to take up thousands of handoffs at once had no time for signs of life."""
+    quiet = PrefillSettings(first_alive_s=60.0)
+    settings = ServiceSettings(peer_silence_s=60.0)
+    async with prefill_side("queued", settings=quiet) as prefill, decode_side(settings=settings) as decode:
+        calls = [asyncio.ensure_future(collect(decode.call(prefill.address))) for _ in range(3 * MAX_OPENING)]
+        await eventually(lambda: decode.service.num_open == len(calls), "all are there")
+        await prefill.engine.points.reached("queued", MAX_OPENING)
+        await asyncio.sleep(0.3)  # for more of them, which do not come
+        assert len(prefill.engine.submitted) == MAX_OPENING
+        for call in calls[:MAX_OPENING:2]:
+            call.cancel()
+        prefill.engine.let_go("queued")
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, asyncio.CancelledError) or outcome[0] == expected_ids()
+        await decode.whole()
+
+
+async def test_a_decode_that_stops_ends_what_waits_for_a_prefill() -> None:
+    quiet = PrefillSettings(first_alive_s=60.0)
+    async with prefill_side("queued", settings=quiet) as prefill, decode_side() as decode:
+        calls = [asyncio.ensure_future(failed(decode.call(prefill.address))) for _ in range(MAX_OPENING + 8)]
+        await eventually(lambda: decode.service.num_open == len(calls), "all are there")
+        await prefill.engine.points.reached("queued", MAX_OPENING)
+        decode.service.stop_admitting()
+        decode.service.cancel_all()
+        assert {str(error) for error, _ in await asyncio.gather(*calls)} == {"this decode stops"}
+        await decode.whole()
+        assert len(prefill.engine.submitted) == MAX_OPENING
 
 
 async def test_a_long_queue_is_no_failure() -> None:

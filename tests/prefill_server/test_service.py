@@ -252,6 +252,18 @@ async def test_a_waiting_decode_hears_signs_of_life() -> None:
         call.cancel()
 
 
+async def test_a_decode_hears_soon_that_its_handoff_was_taken_up() -> None:
+    """Until then it opens no more than a bounded number of them."""
+    settings = ServiceSettings(first_alive_s=0.02, alive_interval_s=3600.0)
+    async with prefill_side("queued", settings=settings) as side, paired(side) as stub:
+        call = stub.Prefill()
+        await call.write(start(side))
+        assert (await call.read()).HasField("alive")
+        side.engine.let_go("queued")
+        assert (await call.read()).HasField("scheduled")
+        call.cancel()
+
+
 async def test_a_lost_engine_fails_what_is_open() -> None:
     async with prefill_side("writing") as side, paired(side) as stub:
         call = stub.Prefill()

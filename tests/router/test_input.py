@@ -1,6 +1,7 @@
 """Bad input through gRPC: each is refused with the right code and field, at once, before any worker sees it, and the
 next request is served."""
 
+import asyncio
 import math
 import threading
 import time
@@ -11,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 from router_fakes import CONTEXT_LENGTH, VOCAB_SIZE, Fault, decode, model_card, prefill, reference_ids
-from router_harness import QUICK_REQUESTS, harness
+from router_harness import QUICK_REQUESTS, harness, until
 
 from graftline.errors import InternalError, InvalidRequestError, OutOfCapacityError
-from graftline.proto.status import error_from_rpc
+from graftline.proto.status import Leg, error_from_rpc
 from graftline.proto.v1.worker_pb2 import Limits
 from graftline.router.generation import INLINE_PROMPT_CHARS
 from graftline.router.text.tokenizer import TextTokenizer
@@ -138,19 +139,42 @@ async def test_a_prompt_that_no_pool_holds_is_refused_and_output_is_limited_to_t
         assert answer.finish.usage.completion_tokens == 34
 
 
-async def test_an_output_that_outgrew_all_prefills_cannot_move_and_says_why() -> None:
-    """30 tokens of prompt and 25 of output are more than a prefill of 50 can compute again."""
-    worker = decode(
-        limits=Limits(max_request_tokens=64, max_running=2), faults=deque([Fault(25, InternalError("gone"))])
-    )
+# Its decode dies; or its pages were taken, and the prefill refuses to compute again what is too long for it by now.
+OUTGROWN = [
+    Fault(25, InternalError("gone")),
+    Fault(25, InvalidRequestError("token_ids", "55 tokens leave no room in 50"), Leg.PREFILL),
+]
+
+
+@pytest.mark.parametrize("fault", OUTGROWN)
+async def test_an_output_that_outgrew_all_prefills_ends_at_once_and_says_why(fault: Fault) -> None:
+    """CASES S31: 30 tokens of prompt and 25 of output are more than a prefill of 50 can compute again, ever."""
+    worker = decode(limits=Limits(max_request_tokens=64, max_running=2), faults=deque([fault]))
     small = prefill(limits=Limits(max_request_tokens=50))
     others = decode(card=model_card(model_id="other"), limits=Limits(max_request_tokens=40, max_running=2))
-    async with harness(small, worker, others, requests=replace(QUICK_REQUESTS, resume_wait_s=0.3)) as h:
+    async with harness(small, worker, others, requests=replace(QUICK_REQUESTS, resume_wait_s=600)) as h:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await h.answer(model="tiny", ids=[1] * 30, max_tokens=34, ignore_eos=True)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no prefill can hold what there is so far" in caught.value.details()
         told = f"too small for the 55 tokens there are, or 64 in the end: {small.address}; the last attempt"
         assert told in caught.value.details(), "another model's workers are of no interest"
+        assert f"failed with: {fault.error}" in caught.value.details()
+
+
+@pytest.mark.parametrize("fault", OUTGROWN)
+async def test_an_output_waits_for_a_prefill_that_is_down_and_could_hold_it(fault: Fault) -> None:
+    worker = decode(limits=Limits(max_request_tokens=64, max_running=2), faults=deque([fault]))
+    small, large = prefill(limits=Limits(max_request_tokens=50)), prefill(limits=Limits(max_request_tokens=56))
+    async with harness(small, worker, large, requests=replace(QUICK_REQUESTS, resume_wait_s=600)) as h:
+        await until(lambda: all(known.is_available for known in h.router.registry.workers))
+        await large.stop()
+        await until(lambda: sum(known.is_available for known in h.router.registry.workers) == 2)
+        waiting = asyncio.create_task(h.answer(ids=[1] * 30, max_tokens=34, ignore_eos=True))
+        await until(lambda: len(worker.requests) == 1 and worker.num_running == 0)
+        await large.start(large.address)
+        assert len((await waiting).token_ids) == 34
+        assert [request.prefill_address for request in worker.requests] == [small.address, large.address]
 
 
 async def test_the_label_of_an_open_request_cannot_be_used_twice() -> None:

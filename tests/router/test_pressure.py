@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from router_fakes import decode, prefill, reference_ids
+from router_fakes import Fault, decode, prefill, reference_ids
 from router_harness import QUICK_HEALTH, QUICK_REQUESTS, Harness, harness, request, until
 
 from graftline.errors import OutOfCapacityError
@@ -15,6 +15,8 @@ from graftline.metrics import REQUESTS_ENDED, REQUESTS_STARTED, SLOW_CONSUMERS_C
 from graftline.proto.channel import open_channel
 from graftline.proto.status import error_from_rpc
 from graftline.proto.v1.router_pb2_grpc import RouterServiceStub
+from graftline.proto.v1.worker_pb2 import Limits
+from graftline.router.config import RequestConfig
 
 PROMPT = "once upon a time"
 IDS = list(PROMPT.encode())
@@ -132,3 +134,36 @@ async def test_a_draining_router_refuses_new_requests_and_finishes_open_ones() -
             await h.answer(text=PROMPT)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert (await answer).token_ids == reference_ids(IDS, 30, 1)
+
+
+async def test_what_no_prefill_would_take_is_refused_before_it_reaches_one() -> None:
+    """However many come at once, workers see no more than they can take."""
+    worker = decode(always=Fault(0, hang=True))
+    full = prefill(limits=Limits(max_request_tokens=4096, max_running=1, max_queued=6))
+    async with harness(full, worker) as h:
+        calls = [asyncio.ensure_future(h.answer(text=PROMPT, seed=n, max_tokens=20)) for n in range(40)]
+        await until(lambda: sum(call.done() for call in calls) == 32, 10)
+        assert len(worker.requests) == 8, "what waits, and twice what runs"
+        for call in calls:
+            if call.done():
+                refusal = call.exception()
+                assert isinstance(refusal, grpc.aio.AioRpcError)
+                error = error_from_rpc(refusal)
+                assert isinstance(error, OutOfCapacityError)
+                assert error.retry_after_s == RequestConfig().retry_after_s
+                assert "8 requests are at prefills already" in str(error)
+            call.cancel()
+        await h.until_quiescent()
+        worker.always = None
+        assert (await h.answer(text=PROMPT, seed=1, max_tokens=5)).token_ids == reference_ids(IDS, 5, 1)
+
+
+async def test_a_full_prefill_leaves_requests_to_others() -> None:
+    worker = decode(first_delay_s=0.1)
+    limits = Limits(max_request_tokens=4096, max_running=1, max_queued=2)
+    first, second = prefill(limits=limits), prefill()
+    async with harness(first, second, worker) as h:
+        await until(lambda: all(known.is_available for known in h.router.registry.workers))
+        await asyncio.gather(*(h.answer(text=PROMPT, seed=n, max_tokens=3) for n in range(20)))
+        assert sum(request.prefill_address == first.address for request in worker.requests) <= 4
+        assert len(worker.requests) == 20

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import uvloop
 
-from graftline.engine.process_memory import keep_what_is_there
+from graftline.garbage import keep_what_is_there
 from graftline.worker.host import WorkerHost
 from graftline.worker.process import announce_ready, first_of, stop_signals
 
