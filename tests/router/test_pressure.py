@@ -159,7 +159,7 @@ async def test_what_no_prefill_would_take_is_refused_before_it_reaches_one() -> 
 
 
 async def test_a_full_prefill_leaves_requests_to_others() -> None:
-    worker = decode(first_delay_s=0.1)
+    worker = decode(first_delay_s=1.0)  # until then all have come
     limits = Limits(max_request_tokens=4096, max_running=1, max_queued=2)
     first, second = prefill(limits=limits), prefill()
     async with harness(first, second, worker) as h:
