@@ -294,6 +294,14 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                     return outcome
 
     def _begin(self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, peer: Peer) -> Attempt:
+        """Starts an attempt, which takes the place in the peer's `opening` over."""
+        try:
+            return self._started(call, asked, peer)
+        except BaseException:
+            peer.opening.release()
+            raise
+
+    def _started(self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, peer: Peer) -> Attempt:
         request = call.next_request()
         start = start_message(
             request,

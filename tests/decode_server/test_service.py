@@ -326,6 +326,16 @@ async def test_a_flood_waits_in_the_decode_until_the_prefill_takes_it_up() -> No
         await decode.whole()
 
 
+async def test_an_attempt_that_cannot_begin_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are few: a fault here must not make a prefill unreachable in the end."""
+    async with prefill_side() as prefill, decode_side() as decode:
+        with monkeypatch.context() as patch:
+            patch.setattr("graftline.decode_server.service.start_message", lambda *_, **__: 1 / 0)
+            for _ in range(MAX_OPENING + 1):
+                await failed(decode.call(prefill.address))
+        assert await collect(decode.call(prefill.address)) is not None
+
+
 async def test_a_decode_that_stops_ends_what_waits_for_a_prefill() -> None:
     quiet = PrefillSettings(first_alive_s=60.0)
     async with prefill_side("queued", settings=quiet) as prefill, decode_side() as decode:
