@@ -58,6 +58,7 @@ _START_TIMEOUT_S = 60.0
 _WRITE_TIMEOUT_S = 30.0
 _REPEATS = 15
 _SECONDS_A_SIZE = 0.5
+_WARM_UP_S = 0.05
 _IN_FLIGHT = 8  # a prompt of 4k tokens in chunks of 512
 _MOST_IN_FLIGHT_BYTES = 16 << 30
 _MOST_SLOW_BYTES = 256 << 20  # of ways other than the best
@@ -228,8 +229,13 @@ def order_write(side: Side, num_pages: int, count: int = 1) -> Callable[[], floa
 
 
 def rate(write: Callable[[], float], num_bytes: int) -> dict[str, float]:
-    """Median seconds of a write of so many bytes in all, and what that makes."""
+    """Median seconds of a write of so many bytes in all, and what that makes; after some that the interpreter needs to
+    get used to the code, as in a worker it is.
+    """
+    started = time.monotonic()
     write()
+    while time.monotonic() - started < _WARM_UP_S:
+        write()
     times: list[float] = []
     started = time.monotonic()
     while len(times) < _REPEATS and (not times or time.monotonic() - started < _SECONDS_A_SIZE):
