@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graftline.engine.device_growth import DeviceGrowth
 from graftline.engine.draft_module import DraftModule, feature_columns
-from graftline.engine.graph_capture import CapturedGraph, GraphPool
+from graftline.engine.graph_capture import CapturedGraph, GraphPool, sizes_up_to
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.links_payload import Payloads
 from graftline.engine.models.target_model import TargetModel
@@ -34,10 +34,7 @@ _FOLLOW_TIMEOUT_S = 60.0
 
 def round_sizes(max_running: int) -> tuple[int, ...]:
     """Sequences of the rounds that there are: powers of two, and the most there can be."""
-    sizes = [1]
-    while sizes[-1] * 2 < max_running:
-        sizes.append(sizes[-1] * 2)
-    return (*sizes, max_running) if max_running > 1 else (1,)
+    return sizes_up_to(max_running)
 
 
 def round_size(count: int, max_running: int) -> int:

@@ -14,6 +14,14 @@ _WARM_UPS = 2
 _LOCK = threading.Lock()
 
 
+def sizes_up_to(most: int, least: int = 1) -> tuple[int, ...]:
+    """Sizes to which work is padded: `least`, doubled again and again, and `most` if that is more."""
+    sizes = [least]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, most) if most > least else (least,)
+
+
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     """Work that reads and writes the same memory whenever it is replayed.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graftline.engine.device_growth import DeviceGrowth
 from graftline.engine.graph_capture import CapturedGraph, GraphPool
-from graftline.kernels.upload import upload
+from graftline.kernels.upload import pad_rows, upload
 
 
 class GrowthGraphs:
@@ -73,9 +73,8 @@ class GrowthGraphs:
         lengths = [[0, start] for start in starts] + [[0, 0]] * (size.trees - count)
         size.roots.copy_(upload(lengths, torch.int64, self._device))
         size.roots[:count, 0] = bonus_tokens
-        widest = min(self._max_pages, max(map(len, tables)))
-        pages = [[*table[:widest], *[0] * (widest - len(table))] for table in tables]
-        size.tables[:count, :widest] = upload(pages, torch.int32, self._device)
+        pages = pad_rows([table[: self._max_pages] for table in tables])
+        size.tables[:count, : len(pages[0])] = upload(pages, torch.int32, self._device)
         size.outputs[:count] = outputs
         trees = self._run(size.outputs, size.roots, size.tables) if size.graph is None else size.graph.replay()
         return trees[:count]

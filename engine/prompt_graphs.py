@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from graftline.engine.graph_capture import CapturedGraph, GraphPool
+from graftline.engine.graph_capture import CapturedGraph, GraphPool, sizes_up_to
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.pages import num_pages_for
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows
-from graftline.kernels.upload import int_starts, upload
+from graftline.kernels.upload import int_starts, pad_rows, upload
 
 _LEAST_ROWS, _MOST_ROWS = 16, 2048
 # What an H200 computes while a host launches a layer's kernels, 0.42 ms (`python -m graftline.bench.gpu --sections
@@ -39,11 +39,7 @@ def most_rows(model: ModelConfig) -> int:
 
 def prompt_sizes(most: int, max_running: int) -> list[tuple[int, int]]:
     """(rows, prompts) of the steps that are captured: powers of two, and `most`, the largest there can be."""
-    rows = [_LEAST_ROWS]
-    while rows[-1] * 2 < most:
-        rows.append(rows[-1] * 2)
-    if most > rows[-1]:
-        rows.append(most)
+    rows = sizes_up_to(most, _LEAST_ROWS)
     return [(count, prompts) for count in rows for prompts in sorted({1, min(_PROMPTS, max_running)})]
 
 
@@ -202,11 +198,7 @@ def pad_prompts(
         numbers += vector
         numbers += [0] * (end - len(numbers))
     counts = [num_pages_for(segment.start + segment.num_rows, page_size) for segment in segments]
-    widest = max(counts, default=0)
-    tables = [
-        [*segment.page_ids[:count], *[0] * (widest - count)] for segment, count in zip(segments, counts, strict=True)
-    ]
-    return numbers, tables
+    return numbers, pad_rows([segment.page_ids[:count] for segment, count in zip(segments, counts, strict=True)])
 
 
 def _lengths(rows: int, prompts: int) -> tuple[int, int, int, int]:

@@ -20,7 +20,7 @@ from graftline.engine.stage_states import StageStates
 from graftline.engine.step_gate import StepGate
 from graftline.kernels.attention_batch import SegmentRows, build_attention_batch
 from graftline.kernels.kv_compact import compact_kv
-from graftline.kernels.upload import upload
+from graftline.kernels.upload import pad_rows, upload
 
 Emit = Callable[[StepReport], None]
 
@@ -166,5 +166,4 @@ class Stage:
 
 
 def _padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], dtype=torch.int32, device=device)
+    return torch.tensor(pad_rows(rows, filler), dtype=torch.int32, device=device)

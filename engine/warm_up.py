@@ -7,13 +7,14 @@ they are built.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from graftline.engine.config import EngineConfig, Role
+from graftline.engine.graph_capture import sizes_up_to
 from graftline.engine.pages import num_pages_for
 from graftline.engine.plan import PageChange, Segment, SlotOpening, StepPlan, StepReport
 from graftline.engine.stage import Stage
@@ -58,7 +59,7 @@ def warm_up_steps(config: EngineConfig, context_length: int) -> Iterator[WarmUpS
     is_prefill = config.role is Role.PREFILL
     chunk = min(config.chunk_tokens, longest)
     nodes = config.tree.nodes
-    for segments in _doubled(min(config.max_running, config.num_pages, chunk if is_prefill else config.num_pages)):
+    for segments in sizes_up_to(min(config.max_running, config.num_pages, chunk if is_prefill else config.num_pages)):
         room = min(config.num_pages // segments * page_size, longest)
         sizes = [chunk // segments, *_FEW_ROWS] if is_prefill else [nodes, 1]
         for rows in dict.fromkeys(size for size in sizes if 0 < size <= room):
@@ -138,14 +139,6 @@ def _payload(plan: StepPlan, pools: StagePools, columns: int | None) -> Tensor |
     data = pools.target.data
     dtype = torch.float32 if data.device.type == "cpu" else data.dtype
     return torch.zeros(plan.num_rows, columns, dtype=dtype, device=data.device)
-
-
-def _doubled(most: int) -> Sequence[int]:
-    """Powers of two up to `most`, and `most` itself."""
-    counts = [1]
-    while counts[-1] * 2 < most:
-        counts.append(counts[-1] * 2)
-    return counts if most == 1 else [*counts, most]
 
 
 def _ignore(message: StepReport) -> None:

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from graftline.kernels.upload import upload_ints
+from graftline.kernels.upload import pad_rows, upload_ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,7 @@ def build_attention_batch(
         parents += range(-1, segment.num_rows - 1) if segment.parents is None else segment.parents
         is_chain = is_chain and segment.is_chain
         segment_rows.append(segment_rows[-1] + segment.num_rows)
-    max_pages = max(len(segment.page_ids) for segment in segments)
-    tables = [[*segment.page_ids, *[0] * (max_pages - len(segment.page_ids))] for segment in segments]
+    tables = pad_rows([segment.page_ids for segment in segments])
     starts = [segment.start for segment in segments]
     lists = (row_segment, positions, parents, segment_rows, starts, list(chain.from_iterable(tables)))
     tensors = upload_ints(lists, torch.device(device))
@@ -143,7 +142,7 @@ def build_attention_batch(
         parents=tensors[2],
         segment_rows=tensors[3],
         segment_start=tensors[4],
-        page_tables=tensors[5].view(len(segments), max_pages),
+        page_tables=tensors[5].view(len(segments), len(tables[0])),
         page_size=page_size,
         is_chain=is_chain,
         segments=tuple(replace(segment, page_ids=tuple(segment.page_ids)) for segment in segments),

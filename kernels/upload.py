@@ -43,6 +43,12 @@ class RecurringUploads:
         return known
 
 
+def pad_rows(rows: Sequence[Sequence[int]], filler: int = 0) -> list[list[int]]:
+    """Lists made as long as the longest of them."""
+    widest = max(map(len, rows), default=0)
+    return [[*row, *[filler] * (widest - len(row))] for row in rows]
+
+
 def int_starts(lengths: Iterable[int]) -> list[int]:
     """Where int32 vectors of these lengths begin in one buffer, and the end of the last one.
 

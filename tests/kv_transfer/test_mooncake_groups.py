@@ -352,26 +352,32 @@ class _Clock:
         self.oversleep_once_s = 0.0
 
 
+class _TimedCopies:
+    """Has an engine's writes end so long after they were submitted, on a clock that is everybody's."""
+
+    def __init__(self, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, clock: _Clock, copy_s: float) -> None:
+        for module in (mooncake_attempt, mooncake_session):
+            monkeypatch.setattr(module, "time", clock)
+        self.end_s = 0.0
+
+        def submit(target: str, address: int) -> None:
+            self.end_s = clock.now_s + copy_s
+
+        engine.submit = submit
+        engine.status = lambda target, address, looks: int(clock.now_s >= self.end_s)
+
+
 @pytest.mark.parametrize("oversleep_s", [0.0, 300e-6, 3e-3])
 def test_sleeping_is_left_off_as_early_as_it_is_inexact(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, oversleep_s: float
 ) -> None:
     """Whoever sleeps past a write's end takes the way for slower than it is, and sleeps even longer the next time."""
     transport, clock = opened(engine), _Clock(oversleep_s)
-    for module in (mooncake_attempt, mooncake_session):
-        monkeypatch.setattr(module, "time", clock)
-    copy_s, end_s = 500e-6, 0.0
-
-    def submit(target: str, address: int) -> None:
-        nonlocal end_s
-        end_s = clock.now_s + copy_s
-
-    engine.submit = submit
-    engine.status = lambda target, address, looks: int(clock.now_s >= end_s)
+    copies = _TimedCopies(engine, monkeypatch, clock, 500e-6)
     late_s = []
     for _ in range(200):
         transport.begin(PEER, Group(1, 64 * MIB).writes).finish()
-        late_s.append(clock.now_s - end_s)
+        late_s.append(clock.now_s - copies.end_s)
     assert sorted(late_s)[150] < 20e-6
     assert clock.num_sleeps > 0
 
@@ -379,16 +385,7 @@ def test_sleeping_is_left_off_as_early_as_it_is_inexact(
 def test_a_standstill_is_not_how_inexact_sleeping_is(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes behind it sleep as before, instead of keeping a processor busy to their ends."""
     transport, clock = opened(engine), _Clock(0.0)
-    for module in (mooncake_attempt, mooncake_session):
-        monkeypatch.setattr(module, "time", clock)
-    copy_s, end_s = 20e-3, 0.0
-
-    def submit(target: str, address: int) -> None:
-        nonlocal end_s
-        end_s = clock.now_s + copy_s
-
-    engine.submit = submit
-    engine.status = lambda target, address, looks: int(clock.now_s >= end_s)
+    _TimedCopies(engine, monkeypatch, clock, 20e-3)
     num_sleeps = []
     for stood_still_s in (0.0, 0.0, 5.0, 0.0, 0.0):
         clock.oversleep_once_s = stood_still_s
