@@ -1,4 +1,4 @@
-"""Everything that is measured on two GPUs of one host, in sections.
+"""Everything that is measured on several GPUs of one host, in sections; two unless `--gpus` says more.
 
 `python -m graftline.bench.multi_gpu --out results/multi_gpu.json --seconds 530 --model FILE.gguf` runs what fits of the
 sections, the most telling first; with `--sections` those that are named. Every section is a process of its own with a
@@ -21,7 +21,7 @@ from graftline.bench.gpu import SHARE
 from graftline.bench.gpu_steps import Steps, run_bounded, write_json
 from graftline.bench.machine import command_line, machine_facts
 from graftline.bench.multi_gpu_configs import TINY
-from graftline.bench.multi_gpu_speculation import PAIRS
+from graftline.bench.multi_gpu_speculation import PAIRS, stages_of
 
 _GRACE_S = 5.0
 
@@ -32,10 +32,11 @@ class Place:
 
     Attributes:
         model: name, directory or GGUF file of a model with weights; empty: a tiny random one.
-        device: "cuda" for GPUs 0 and 1, or "cpu".
+        device: "cuda" for GPUs from 0 on, or "cpu".
         scratch: for files that need not last.
         pairs: of engines that are measured, in this order.
         share: of simulated drafts that are right, each.
+        gpus: how many devices there are.
     """
 
     model: str
@@ -43,11 +44,12 @@ class Place:
     scratch: Path
     pairs: Sequence[str] = PAIRS
     share: float = SHARE
+    gpus: int = 2
 
     @property
-    def devices(self) -> tuple[str, str]:
-        """Of two stages, or of a prefill and a decode."""
-        return ("cpu", "cpu") if self.device == "cpu" else ("cuda:0", "cuda:1")
+    def devices(self) -> tuple[str, ...]:
+        """Of all stages: a prefill's from the first on, a decode's up to the last."""
+        return tuple("cpu" if self.device == "cpu" else f"cuda:{index}" for index in range(self.gpus))
 
 
 def _parity(steps: Steps, place: Place) -> None:
@@ -64,7 +66,7 @@ def _handoff(steps: Steps, place: Place) -> None:
     prompts = CPU_PROMPTS if is_cpu else GPU_PROMPTS
     shapes = TINY if is_cpu else {**LLAMA_8B, "max_position_embeddings": max(prompts) + 64}
     model = write_dummy_model(place.scratch / "handoff", shapes)
-    measure_handoffs(steps, model, place.devices, prompts)
+    measure_handoffs(steps, model, place.devices[:2], prompts)
 
 
 def _large(steps: Steps, place: Place) -> None:
@@ -187,8 +189,9 @@ def main() -> None:
     parser.add_argument(
         "--pairs",
         default=",".join(PAIRS),
-        help=f"engines of the last three sections, in this order, of {', '.join(PAIRS)}",
+        help="engines of the last three sections, in this order: eagle, plain or chain, and the decode's stages",
     )
+    parser.add_argument("--gpus", type=int, default=2, help="of the host that are used, 2 to 8")
     parser.add_argument("--share", type=float, default=SHARE, help="of the 8B shapes' simulated drafts that are right")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
@@ -196,18 +199,25 @@ def main() -> None:
     if arguments.section is not None:
         steps = Steps(arguments.out, max(1.0, arguments.seconds - _GRACE_S))
         pairs = arguments.pairs.split(",")
-        place = Place(arguments.model, arguments.device, arguments.scratch, pairs, arguments.share)
+        place = Place(arguments.model, arguments.device, arguments.scratch, pairs, arguments.share, arguments.gpus)
         SECTIONS[arguments.section].run(steps, place)
         return
     names = [name for name in arguments.sections.split(",") if name]
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"--sections: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+    if not 2 <= arguments.gpus <= 8:
+        parser.error(f"--gpus: {arguments.gpus} is outside [2, 8]")
     pairs = [name for name in arguments.pairs.split(",") if name]
-    if unknown := [name for name in pairs if name not in PAIRS]:
-        parser.error(f"--pairs: no pair {unknown[0]!r}; there are {', '.join(PAIRS)}")
+    for pair in pairs:
+        try:
+            stages = stages_of(pair)
+        except ValueError as error:
+            parser.error(f"--pairs: {error}")
+        if stages > arguments.gpus:
+            parser.error(f"--pairs: {pair} on {arguments.gpus} GPUs (--gpus)")
     if not 0 <= arguments.share <= 1:
         parser.error(f"--share: {arguments.share} is outside [0, 1]")
-    options = ["--pairs", ",".join(pairs), "--share", str(arguments.share)]
+    options = ["--pairs", ",".join(pairs), "--share", str(arguments.share), "--gpus", str(arguments.gpus)]
     found = run_sections(names, arguments.out, arguments.seconds, arguments.model, arguments.device, options)
     for name, section in found["sections"].items():
         failed = "".join(f"; failed: {step}" for step in _failed_steps(section))

@@ -1,4 +1,4 @@
-"""Greedy ids through prefill and decode whose stages are processes on two GPUs, against those of the plain model."""
+"""Greedy ids through prefill and decode with stages on several GPUs, against those of the plain model."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +26,10 @@ def measure_parity(
     num_prompts: int = NUM_PROMPTS,
     max_tokens: int = MAX_TOKENS,
 ) -> None:
-    """Prefill stages {1, 2} x decode stages 2, float32, at concurrency 8 and 1."""
+    """Prefill stages {1, 2} x decode stages 2, float32, at concurrency 8 and 1.
+
+    With more than two devices also a stage of decode on each but the first, and on each.
+    """
     checkpoint = open_checkpoint(model)
     prompts = _prompts(checkpoint, num_prompts)
     shipped = shipped_ids(checkpoint, prompts, max_tokens)
@@ -34,22 +37,24 @@ def measure_parity(
     expected = shipped if shipped is not None else cpu_ids(checkpoint, prompts, max_tokens)
     threads = 1 if devices[0] == "cpu" else 4
     setting = Setting(model, head, devices[0], "float32", num_pages=1024, max_running=8, threads=threads)
-    for stages in (1, 2):
-        name = f"prefill stages {stages}, decode stages 2"
-        steps.step(name, partial(_compare, setting, devices, stages, prompts, expected))
+    more = [(1, len(devices) - 1), (2, len(devices))]
+    for prefills, decodes in dict.fromkeys([(1, 2), (2, 2), *(more if len(devices) > 2 else [])]):
+        name = f"prefill stages {prefills}, decode stages {decodes}"
+        places = devices[:prefills], devices[-decodes:]
+        steps.step(name, partial(_compare, setting, *places, prompts, expected))
 
 
 def _compare(
     setting: Setting,
-    devices: Sequence[str],
-    prefill_stages: int,
+    prefill_devices: Sequence[str],
+    decode_devices: Sequence[str],
     prompts: Sequence[Sequence[int]],
     expected: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     tree = CHAIN if setting.head is not None else None
-    # The prefill shares GPUs with the decode: both are small in float32.
-    prefill = prefill_over(setting, tree, devices[:prefill_stages])
-    decode = decode_over(setting, tree, devices, device_rounds=True)
+    # With two devices the prefill shares them with the decode: both are small in float32.
+    prefill = prefill_over(setting, tree, prefill_devices)
+    decode = decode_over(setting, tree, decode_devices, device_rounds=True)
     found: dict[str, Any] = {"prompts": len(prompts), "tokens": len(expected[0])}
     with worker_pair(prefill, decode) as pair:
         for concurrency in CONCURRENCIES:

@@ -1,5 +1,6 @@
-"""Time per output token of one stage and of two, plain and with EAGLE from a root or a real tree, by concurrency."""
+"""Time per output token of one stage and several, plain and with EAGLE from a root or a real tree, by concurrency."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,19 @@ CHAIN = TreeShape(5, 1, 6)
 """Beside the usual tree where many requests make a verify of many nodes compute-bound."""
 PAIRS = ("eagle2", "plain2", "plain1", "eagle1", "chain2")
 """Engines by what they draft and their stages, the most telling first."""
+_PAIR = re.compile("(eagle|plain|chain)([1-9])")
 _WARM_UP_TOKENS = 4
+
+
+def stages_of(pair: str) -> int:
+    """How many stages the decode of a pair such as "eagle2" has.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if (found := _PAIR.fullmatch(pair)) is None:
+        raise ValueError(f"no pair {pair!r}: eagle, plain or chain with a number of stages is wanted, such as eagle2")
+    return int(found[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,12 @@ def measure_speculation(
     shape: TreeShape,
     pairs: Sequence[str] = PAIRS,
 ) -> None:
-    """Notes pairs of engines in their order, by concurrency and kind of start, and ratios of those that there are."""
+    """Notes pairs of engines in their order, by concurrency and kind of start, and ratios of those that there are.
+
+    Args:
+        devices: a decode takes the last ones, a prefill the first one, which is its own where there is one to spare.
+        pairs: see `stages_of`.
+    """
     is_cpu = devices[0] == "cpu"
     setting = Setting(
         model,
@@ -78,21 +96,22 @@ def measure_speculation(
         threads=load.threads,
     )
     found: Found = {}
-    rates = [load.steady(concurrency) for concurrency in load.concurrencies]
-    kinds = {
-        "eagle2": (Kind(2, shape), load.asks()),
-        "plain2": (Kind(2, None), load.asks()),
-        "plain1": (Kind(1, None), rates),
-        "eagle1": (Kind(1, shape), rates),
-        "chain2": (Kind(2, CHAIN), [ask for ask in rates if ask.concurrency > 2]),
-    }
-    for kind, asks in (kinds[pair] for pair in pairs):
+    for kind, asks in (_kind_and_asks(pair, shape, load) for pair in pairs):
         if kind.tree is not None and head is None:
             continue
         where = f"{name}, {kind.pair_name}"
-        run = partial(_measure_pair, steps, where, setting, kind, asks, devices[-kind.stages :], load, found)
+        run = partial(_measure_pair, steps, where, setting, kind, asks, devices, load, found)
         steps.step(where, run, needs_s=load.start_s)
         steps.note(f"{name}, ratios", dict(ratios(found, load, shape)))
+
+
+def _kind_and_asks(pair: str, shape: TreeShape, load: Load) -> tuple[Kind, list[Ask]]:
+    stages = stages_of(pair)
+    rates = [load.steady(concurrency) for concurrency in load.concurrencies]
+    if pair.startswith("chain"):
+        return Kind(stages, CHAIN), [ask for ask in rates if ask.concurrency > 2]
+    kind = Kind(stages, None if pair.startswith("plain") else shape)
+    return kind, rates if stages == 1 else load.asks()
 
 
 def _measure_pair(
@@ -106,12 +125,14 @@ def _measure_pair(
     found: Found,
 ) -> Figures:
     """Starts engines of one kind, measures every concurrency, and tells how the layers were split."""
-    decode = decode_over(setting, kind.tree, devices)
-    if len(devices) > 1:
-        decode = decode_over(setting, kind.tree, devices, measured_split(decode))
-    # The prefill shares a GPU with a stage of two: the first one's, or the last one's, which has fewer layers, where it
-    # keeps all prompts.
-    beside = devices[-1] if load.keeps_prompts and len(devices) > 1 else setting.device
+    own = devices[-kind.stages :]
+    decode = decode_over(setting, kind.tree, own)
+    if len(own) > 1:
+        decode = decode_over(setting, kind.tree, own, measured_split(decode))
+    # Without a device to spare the prefill shares one with a stage: the first one's, or the last one's, which has
+    # fewer layers, where it keeps all prompts.
+    is_shared = len(own) == len(devices)
+    beside = devices[-1] if is_shared and load.keeps_prompts else devices[0]
     pages = load.prefill_pages or setting.num_pages
     prefill = prefill_over(replace(setting, num_pages=pages), kind.tree, [beside], prefix_cache=load.keeps_prompts)
     vocab = read_model_config(setting.model).vocab_size
@@ -124,7 +145,7 @@ def _measure_pair(
                 figures = steps.step(f"{where}{one.start_name}, {ask.name}", run, needs_s=load.needs_s(ask))
                 if figures is not None:
                     found[one, ask] = figures
-    return {"layers": decode.layer_split}
+    return {"layers": decode.layer_split, "prefill": f"{beside}, {'a stage' if is_shared else 'nobody'} beside it"}
 
 
 def _starts(kind: Kind, ask: Ask) -> list[Kind]:
@@ -182,21 +203,35 @@ def _ms(seconds: float | None) -> float | None:
 
 def ratios(found: Mapping[tuple[Kind, Ask], Figures], load: Load, shape: TreeShape) -> Iterator[tuple[str, float]]:
     """What the issue asks for, of the figures there are."""
-    real, plain, root_only = Kind(2, shape), Kind(2, None), Kind(2, shape, real_tree=False)
-    one_real, one_plain, chained = Kind(1, shape), Kind(1, None), Kind(2, CHAIN)
+    one_real, one_plain = Kind(1, shape), Kind(1, None)
     drafts = f"EAGLE {shape_name(CHAIN)}"
-    compared: list[tuple[str, Kind, Kind, Callable[[int], Ask], str]] = [
-        ("real tree over plain, TPOT of answers", real, plain, load.steady, "tpot_ms"),
-        ("real tree over plain, TPOT in the window", real, plain, load.steady, "window_tpot_ms"),
-        ("real tree over root-only, mean TPOT of answers", real, root_only, load.short, "mean_tpot_ms"),
-        ("real tree over root-only, median TPOT of answers", real, root_only, load.short, "tpot_ms"),
-        ("2 stages over 1, plain, tokens a second", plain, one_plain, load.steady, "tokens_per_s"),
-        ("2 stages over 1, real tree, tokens a second", real, one_real, load.steady, "tokens_per_s"),
-        (f"{drafts} over plain, TPOT of answers", chained, plain, load.steady, "tpot_ms"),
-        (f"{drafts} over plain, TPOT in the window", chained, plain, load.steady, "window_tpot_ms"),
-        (f"{drafts} over {shape_name(shape)}, TPOT in the window", chained, real, load.steady, "window_tpot_ms"),
-        (f"{drafts} over 1 stage plain, tokens a second", chained, one_plain, load.steady, "tokens_per_s"),
-    ]
+    compared: list[tuple[str, Kind, Kind, Callable[[int], Ask], str]] = []
+    for stages in sorted({kind.stages for kind, _ in found}):
+        real, plain, chained = Kind(stages, shape), Kind(stages, None), Kind(stages, CHAIN)
+        root_only = Kind(stages, shape, real_tree=False)
+        of = "" if stages == 2 else f"{stages} stages: "
+        compared += [
+            (f"{of}real tree over plain, TPOT of answers", real, plain, load.steady, "tpot_ms"),
+            (f"{of}real tree over plain, TPOT in the window", real, plain, load.steady, "window_tpot_ms"),
+            (f"{of}real tree over root-only, mean TPOT of answers", real, root_only, load.short, "mean_tpot_ms"),
+            (f"{of}real tree over root-only, median TPOT of answers", real, root_only, load.short, "tpot_ms"),
+            (f"{of}{drafts} over plain, TPOT of answers", chained, plain, load.steady, "tpot_ms"),
+            (f"{of}{drafts} over plain, TPOT in the window", chained, plain, load.steady, "window_tpot_ms"),
+            (
+                f"{of}{drafts} over {shape_name(shape)}, TPOT in the window",
+                chained,
+                real,
+                load.steady,
+                "window_tpot_ms",
+            ),
+        ]
+        if stages > 1:
+            over = f"{stages} stages over 1"
+            compared += [
+                (f"{over}, plain, tokens a second", plain, one_plain, load.steady, "tokens_per_s"),
+                (f"{over}, real tree, tokens a second", real, one_real, load.steady, "tokens_per_s"),
+                (f"{over} plain, {drafts}, tokens a second", chained, one_plain, load.steady, "tokens_per_s"),
+            ]
     for concurrency in load.concurrencies:
         for name, above, below, ask_of, figure in compared:
             ask = ask_of(concurrency)

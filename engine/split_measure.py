@@ -27,7 +27,7 @@ from graftline.engine.stage_builder import build_stage, payload_columns
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 8
+_MOST_REQUESTS = 16
 _CONTEXT = 256
 _WARM_UPS = 2
 _SECONDS = 0.3
@@ -99,7 +99,7 @@ def _layers_of_every_kind(model: ModelConfig) -> int:
 
 
 def _small(config: EngineConfig, split: tuple[int, int]) -> EngineConfig:
-    batch = min(_BATCH, config.max_running)
+    batch = _requests_of_step(config)
     rows = config.chunk_tokens if config.role is Role.PREFILL else _CONTEXT + config.tree.nodes
     return msgspec.structs.replace(
         config,
@@ -108,6 +108,13 @@ def _small(config: EngineConfig, split: tuple[int, int]) -> EngineConfig:
         max_running=batch,
         num_pages=(batch + 1) * num_pages_for(rows, config.page_size),
     )
+
+
+def _requests_of_step(config: EngineConfig) -> int:
+    """Of a full microbatch, since a split counts where all stages have work; prompts come one at a time."""
+    if config.role is Role.PREFILL:
+        return 1
+    return min(_MOST_REQUESTS, -(-config.max_running // config.num_stages))
 
 
 def _time_stage(config: EngineConfig, index: int, model: ModelConfig) -> float:
@@ -151,6 +158,8 @@ def _plan(config: EngineConfig, model: ModelConfig) -> StepPlan:
         segments = [Segment(0, 0, ids(rows), None, rows, 0, [], False)]
     else:
         nodes, grow = config.tree.nodes, config.tree.speculates
+        if config.device_rounds:
+            nodes = config.round_nodes(round_size(config.max_running, config.max_running))
         start = max(1, min(_CONTEXT, model.context_length - 2 * nodes - config.tree.depth))
         chain = list(range(-1, nodes - 1))
         segments = [Segment(slot, start, ids(nodes), chain, 0, -1, [], grow) for slot in range(config.max_running)]

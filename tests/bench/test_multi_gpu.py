@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,9 @@ def test_ratios_need_both_figures() -> None:
         "concurrency 1, 12 tokens: real tree over root-only, median TPOT of answers": 0.8,
         "concurrency 1, 12 tokens: 2 stages over 1, plain, tokens a second": 1.5,
         "concurrency 4, 48 tokens, decoding together: real tree over plain, TPOT of answers": 0.5,
-        "concurrency 4, 48 tokens, decoding together: 2 stages over 1, real tree, tokens a second": 2.0,
         "concurrency 4, 48 tokens, decoding together: EAGLE S5 K1 V6 over plain, TPOT of answers": 0.25,
         "concurrency 4, 48 tokens, decoding together: EAGLE S5 K1 V6 over S3 K1 V4, TPOT in the window": 0.5,
+        "concurrency 4, 48 tokens, decoding together: 2 stages over 1, real tree, tokens a second": 2.0,
     }
 
 
@@ -156,6 +157,35 @@ def test_rates_of_crowds_come_from_long_answers() -> None:
 def test_prompts_of_text_are_cut_and_taken_in_turn() -> None:
     load = Load.of_texts(3, texts=[[5, 6, 7, 8], [9]])
     assert load.groups(load.short(2), 300)[0] == [[5, 6, 7], [9]]
+
+
+def test_more_stages_are_compared_with_one() -> None:
+    load = Load.small()
+    found = {
+        (Kind(4, CPU_TREE), load.steady(4)): figures(4.0, 9.0, 3.0),
+        (Kind(4, None), load.steady(4)): figures(10.0, 6.0, 10.0),
+        (Kind(1, None), load.steady(4)): figures(9.0, 4.0, 9.0),
+    }
+    start = "concurrency 4, 48 tokens, decoding together: 4 stages"
+    assert dict(ratios(found, load, CPU_TREE)) == {
+        f"{start}: real tree over plain, TPOT of answers": 0.4,
+        f"{start}: real tree over plain, TPOT in the window": 0.3,
+        f"{start} over 1, plain, tokens a second": 1.5,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.system
+def test_a_prefill_has_a_device_of_its_own_where_there_is_one(tmp_path: Path, steps: Steps) -> None:
+    """Three devices: two stages of decode on the last two, and then three, the first beside the prefill."""
+    model, head = write_successor_pair(tmp_path, 0.8, TINY)
+    devices = ("cpu",) * 3
+    load = replace(Load.small(), concurrencies=(1,))
+    measure_speculation(steps, "tiny", model, head, devices, load, CPU_TREE, ["eagle2", "plain3"])
+    no_errors(steps)
+    assert steps.found["tiny, 2 stages EAGLE S3 K1 V4"]["prefill"] == "cpu, nobody beside it"
+    assert steps.found["tiny, 3 stages plain"]["prefill"] == "cpu, a stage beside it"
+    assert len(steps.found["tiny, 3 stages plain"]["layers"]) == 3
 
 
 def test_what_does_not_fit_into_the_time_is_not_begun(tmp_path: Path) -> None:
@@ -230,7 +260,9 @@ def test_sections_run_in_order_within_their_time(tmp_path: Path, monkeypatch: py
     ("words", "answer"),
     [
         (["--sections", "nonsense"], "no section 'nonsense'"),
-        (["--pairs", "plain2,plain3"], "no pair 'plain3'"),
+        (["--pairs", "plain2,plainly3"], "no pair 'plainly3'"),
+        (["--pairs", "plain2,plain3"], "plain3 on 2 GPUs"),
+        (["--gpus", "1"], "--gpus: 1 is outside"),
         (["--share", "1.5"], "--share: 1.5 is outside"),
     ],
 )

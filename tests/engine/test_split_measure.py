@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from tiny_world import TinyWorld
 
 from graftline.engine import split_measure
@@ -36,6 +37,35 @@ def test_stages_of_either_role_are_timed(world: TinyWorld, role: Role) -> None:
     split = measured_split(settings)
     assert sum(split) == 4
     assert len(split) == 2
+
+
+@pytest.mark.parametrize(
+    ("role", "max_running", "split", "requests"),
+    [
+        (Role.PREFILL, 32, (2, 2), 1),
+        (Role.DECODE, 1, (2, 2), 1),
+        (Role.DECODE, 9, (2, 2), 5),
+        (Role.DECODE, 9, (1, 1, 2), 3),
+        (Role.DECODE, 64, (2, 2), 16),
+    ],
+)
+def test_steps_are_those_of_a_full_microbatch(
+    world: TinyWorld, role: Role, max_running: int, split: tuple[int, ...], requests: int
+) -> None:
+    settings = structs.replace(config(world.plain.path, role, split, str(world.eagle)), max_running=max_running)
+    small = split_measure._small(settings, (2, 2))
+    plan = split_measure._plan(small, read_model_config(world.plain.path))
+    assert len(plan.segments) == requests
+    assert small.num_pages * small.page_size >= sum(one.start + one.num_rows for one in plan.segments)
+
+
+def test_trees_are_cut_as_rounds_cut_them(world: TinyWorld) -> None:
+    whole = config(world.plain.path, Role.DECODE, (2, 2), str(world.eagle))
+    rounds = {"tree": TreeShape(2, 2, 6), "max_running": 32, "device_rounds": True, "max_verify_rows": 64}
+    settings = structs.replace(whole, **rounds)
+    plan = split_measure._plan(split_measure._small(settings, (2, 2)), read_model_config(world.plain.path))
+    assert [one.num_rows for one in plan.segments] == [4] * 16
+    assert plan.round_size == 16
 
 
 def test_layers_of_every_kind_are_timed(tmp_path: Path) -> None:
