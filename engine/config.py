@@ -34,7 +34,10 @@ class StageChannel(Enum):
     """Directly between two GPUs, else through host memory."""
     HOST = "host"
     DIRECT = "direct"
-    """By the device's own backend: NCCL, which refuses two stages on one GPU; gloo on CPU."""
+    """From device to device: memory of the other GPU where stages on one host reach each other's, else NCCL, which
+    refuses two stages on one GPU; gloo on CPU."""
+    NCCL = "nccl"
+    """NCCL alone."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +163,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return False
         if self.stage_channel is StageChannel.AUTO:
             return self.device_type == "cuda" and len(set(self.devices)) == self.num_stages
-        return self.stage_channel is StageChannel.DIRECT
+        return self.stage_channel in (StageChannel.DIRECT, StageChannel.NCCL)
 
     @property
     def num_stages(self) -> int:

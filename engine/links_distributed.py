@@ -21,6 +21,7 @@ from torch import Tensor
 from graftline.engine.config import StageChannel
 from graftline.engine.links_payload import (
     ID_BYTES,
+    MAX_UNFINISHED_SENDS,
     DirectPayloads,
     HostPayloads,
     Payloads,
@@ -28,8 +29,10 @@ from graftline.engine.links_payload import (
     receive_tensor,
     send_tensor,
 )
+from graftline.engine.links_peer import RESULT_SLOT_BYTES, SLOT_BYTES, PeerPayloads, meet_peer
 from graftline.engine.plan import Message, decode, encode
 from graftline.errors import InternalError, InvalidRequestError
+from graftline.kernels.peer_memory import PeerMemory, peer_memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +129,15 @@ class StageEnds:
         downstream: to the stage behind it.
         stars: of every stage > 0 its links with stage 0, of which a rank may use its own, and rank 0 all.
         returns: ways from the last stage to the earlier ones: all on the last stage, its own on an earlier one.
+        by_memory: all that this rank hands to other devices, or takes from them, goes through their memory: no kernel
+            waits for a peer, as NCCL's do.
     """
 
     upstream: DistributedLink | None
     downstream: DistributedLink | None
     stars: list[StageStar]
     returns: list[Payloads]
+    by_memory: bool
 
 
 def connect_stages(
@@ -141,6 +147,7 @@ def connect_stages(
     channel: StageChannel = StageChannel.AUTO,
     *,
     returns: bool = False,
+    memory: PeerMemory | None = None,
 ) -> StageEnds:
     """Builds the links of a pipeline; every rank must call it, after `init_process_group`.
 
@@ -148,22 +155,26 @@ def connect_stages(
         device: of this rank's stage.
         channel: how hidden states are to go; "auto" decides for every two neighbours.
         returns: the last stage's rounds go back to the earlier ones; see `engine/round_returns.py`.
+        memory: of this rank's device, for ways through memory of the other one; by default a GPU's where there is one.
 
     Raises:
-        InvalidRequestError: a direct channel between two stages on one GPU.
+        InvalidRequestError: a direct channel between two stages on one GPU, or NCCL without GPUs.
         PeerUnavailableError: a neighbour is gone.
     """
+    if channel is StageChannel.NCCL and device.type != "cuda":
+        raise InvalidRequestError("stage_channel", f"nccl: stages on {device.type}")
+    meeting = _Meeting(rank, device, memory or peer_memory_of(device), channel is not StageChannel.NCCL)
     pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
     direct = [_goes_direct(channel, *pair, device.type) for pair in _gpus_of(pairs, num_stages, device)]
-    chain = [_chain_link(pair, rank, device, goes) for pair, goes in zip(pairs, direct, strict=True)]
+    chain = [_chain_link(pair, goes, meeting) for pair, goes in zip(pairs, direct, strict=True)]
     stars = [
         StageStar(control=_link(0, stage, rank), results=_link(stage, 0, rank), reports=_link(stage, 0, rank))
         for stage in range(1, num_stages)
     ]
     upstream = chain[rank - 1] if rank > 0 else None
     downstream = chain[rank] if rank < num_stages - 1 else None
-    ways = _return_ways(num_stages, rank, device) if returns else []
-    return StageEnds(upstream, downstream, stars, ways)
+    ways = _return_ways(num_stages, meeting) if returns else []
+    return StageEnds(upstream, downstream, stars, ways, meeting.by_memory)
 
 
 def leave_job(timeout_s: float, *, abort: bool = False) -> bool:
@@ -208,33 +219,59 @@ def _link(source: int, target: int, rank: int) -> DistributedLink | None:
     return DistributedLink(group, source, target) if rank in (source, target) else None
 
 
-def _chain_link(pair: tuple[int, int], rank: int, device: torch.device, goes_direct: bool) -> DistributedLink | None:
+@dataclass(slots=True)
+class _Meeting:
+    """How this rank makes ways between devices.
+
+    Attributes:
+        memory: of its device, None where there is none that a peer can reach.
+        tries_memory: ways through memory of the other device are wanted, where there is such.
+        by_memory: see `StageEnds`; of the ways so far.
+    """
+
+    rank: int
+    device: torch.device
+    memory: PeerMemory | None
+    tries_memory: bool
+    by_memory: bool = True
+
+    def between(self, source: int, target: int, slot_bytes: int, max_unfinished: int) -> Payloads | None:
+        """A way for what lies on devices; None on other ranks than the two. Every rank must call it."""
+        group = _new_group(source, target, _backend(self.device))
+        has_memory = self.tries_memory and (self.memory is not None or self.device.type == "cuda")
+        words = _new_group(source, target, "gloo") if has_memory else None
+        if self.rank not in (source, target):
+            return None
+        direct = DirectPayloads(group, source, target, self.device, max_unfinished)
+        direct.meet(self.rank)
+        way: Payloads = direct
+        if words is not None:
+            ends = (words, self.rank, source, target)
+            way = meet_peer(*ends, self.memory, direct, slots=max_unfinished, slot_bytes=slot_bytes)
+        self.by_memory &= isinstance(way, PeerPayloads)
+        return way
+
+
+def _chain_link(pair: tuple[int, int], goes_direct: bool, meeting: _Meeting) -> DistributedLink | None:
     source, target = pair
     group = _new_group(source, target, "gloo")
-    own_group = _new_group(source, target, _backend(device)) if goes_direct else None
-    if rank not in pair:
+    way = meeting.between(source, target, SLOT_BYTES, MAX_UNFINISHED_SENDS) if goes_direct else None
+    if meeting.rank not in pair:
         return None
-    if own_group is None:
-        return DistributedLink(group, source, target, HostPayloads(group, source, target, device))
-    payloads = DirectPayloads(own_group, source, target, device)
-    payloads.meet(rank)
-    return DistributedLink(group, source, target, payloads)
+    if way is None:
+        meeting.by_memory = False
+        way = HostPayloads(group, source, target, meeting.device)
+    return DistributedLink(group, source, target, way)
 
 
-def _return_ways(num_stages: int, rank: int, device: torch.device) -> list[Payloads]:
-    """Groups of their own: what goes back must not wait behind hidden states that go forth."""
-    if device.type == "cuda" and not dist.is_nccl_available():
+def _return_ways(num_stages: int, meeting: _Meeting) -> list[Payloads]:
+    """Ways of their own: what goes back must not wait behind hidden states that go forth."""
+    if meeting.device.type == "cuda" and not dist.is_nccl_available():
         raise InvalidRequestError("overlap", "rounds ahead of the host need NCCL between stages on several GPUs")
     last = num_stages - 1
-    ways: list[Payloads] = []
-    for stage in range(last):
-        group = _new_group(last, stage, _backend(device))
-        if rank in (stage, last):
-            # One round of every microbatch can be on its way at most: no send ever waits here.
-            way = DirectPayloads(group, last, stage, device, max_unfinished=num_stages + 2)
-            way.meet(rank)
-            ways.append(way)
-    return ways
+    # One round of every microbatch can be on its way at most: no send ever waits here.
+    ways = [meeting.between(last, stage, RESULT_SLOT_BYTES, num_stages + 2) for stage in range(last)]
+    return [way for way in ways if way is not None]
 
 
 def _backend(device: torch.device) -> str:
@@ -260,8 +297,8 @@ def _gpus_of(
 
 def _goes_direct(channel: StageChannel, first: tuple[int, bytes], second: tuple[int, bytes], device_type: str) -> bool:
     shares_gpu = device_type == "cuda" and first[1] == second[1]
-    if channel is StageChannel.DIRECT and shares_gpu:
-        raise InvalidRequestError("stage_channel", f"direct: stages {first[0]} and {second[0]} share a GPU")
+    if channel in (StageChannel.DIRECT, StageChannel.NCCL) and shares_gpu:
+        raise InvalidRequestError("stage_channel", f"{channel.value}: stages {first[0]} and {second[0]} share a GPU")
     if channel is StageChannel.AUTO:
         return device_type == "cuda" and not shares_gpu and dist.is_nccl_available()
-    return channel is StageChannel.DIRECT
+    return channel in (StageChannel.DIRECT, StageChannel.NCCL)

@@ -1,9 +1,9 @@
 """How hidden states get from one stage process to the next.
 
 `HostPayloads` goes through (pinned) host memory and works everywhere, also between two stages on one GPU, which NCCL
-refuses. `DirectPayloads` hands tensors to a torch.distributed group where they lie: NCCL for GPUs, gloo for CPUs.
-Neither knows messages: sizes travel with those, on a link of their own, so that a receive is posted only when something
-is on its way.
+refuses. `DirectPayloads` hands tensors to a torch.distributed group where they lie: NCCL for GPUs, gloo for CPUs; on
+one host `engine/links_peer.py` stands in front of it. None knows messages: sizes travel with those, on a link of their
+own, so that a receive is posted only when something is on its way.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from graftline.errors import PeerUnavailableError
 
 # Sends that may be unfinished; before one more the compute stream (not the host, on a GPU) waits for the oldest.
 MAX_UNFINISHED_SENDS = 4
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 ID_BYTES = 32
 
 
@@ -159,7 +159,7 @@ def device_identity(device: torch.device) -> bytes:
     """`ID_BYTES` bytes that name a physical GPU among all hosts; zeros for a CPU."""
     if device.type != "cuda":
         return bytes(ID_BYTES)
-    name = f"{_BOOT_ID.read_text().strip()} {torch.cuda.get_device_properties(device).uuid}"
+    name = f"{BOOT_ID.read_text().strip()} {torch.cuda.get_device_properties(device).uuid}"
     return hashlib.sha256(name.encode()).digest()
 
 

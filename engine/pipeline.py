@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from graftline.engine.config import EngineConfig, Role, StageMode
 from graftline.engine.links import HubLinks, LocalLink, QueuedSender, Receiver, Sender, StageLinks
-from graftline.engine.links_distributed import DistributedLink, connect_stages, leave_job
+from graftline.engine.links_distributed import StageEnds, connect_stages, leave_job
 from graftline.engine.links_payload import Payloads
 from graftline.engine.plan import (
     Control,
@@ -294,13 +294,15 @@ class Pipeline:
         downstream: QueuedSender | LocalLink | None,
         round_state: RoundState | None = None,
         returns: Sequence[Payloads] = (),
+        *,
+        by_memory: bool = False,
     ) -> None:
         control = LocalLink()
         self._controls.append(control)
         device = torch.device(self._config.stage_device(stage))
         stream = StageStream(device, urgent=self._config.role is Role.PREFILL)
         with stream.entered():
-            built = build_stage(self._config, stage, round_state, returns)
+            built = build_stage(self._config, stage, round_state, returns, by_memory=by_memory)
             port = self._make_port(stage)
             layout = port.open(built.pools)
         inbox = _InboxSender(self)
@@ -321,12 +323,13 @@ class Pipeline:
 
     def _start_processes(self, deadline: float) -> None:
         count = self._config.num_stages
-        downstream, hubs, returns = self._connect(deadline)
+        ends, hubs = self._connect(deadline)
+        assert ends.downstream is not None
         plans = LocalLink()
         self._plans = plans
-        queued_plans = QueuedSender(downstream, "plan-sender", partial(self._fail, 1))
+        queued_plans = QueuedSender(ends.downstream, "plan-sender", partial(self._fail, 1))
         self._queued.append(queued_plans)
-        self._start_local_stage(0, plans, queued_plans, returns=returns)
+        self._start_local_stage(0, plans, queued_plans, returns=ends.returns, by_memory=ends.by_memory)
         for stage, hub in enumerate(hubs, start=1):
             queued = QueuedSender(hub.control, f"stage-{stage}-sender", partial(self._fail, stage))
             self._queued.append(queued)
@@ -339,7 +342,7 @@ class Pipeline:
                 reader.start()
         assert len(self._controls) == count
 
-    def _connect(self, deadline: float) -> tuple[DistributedLink, list[HubLinks], list[Payloads]]:
+    def _connect(self, deadline: float) -> tuple[StageEnds, list[HubLinks]]:
         """Joins the processes of all stages, starting them unless a launcher did (torchrun's variables)."""
         count = self._config.num_stages
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
@@ -356,14 +359,13 @@ class Pipeline:
             dist.init_process_group("gloo", store=store, rank=0, world_size=count, timeout=timeout)
         config, device = self._config, torch.device(self._config.stage_device(0))
         ends = connect_stages(count, 0, device, config.stage_channel, returns=config.returns_rounds)
-        assert ends.downstream is not None
         hubs = []
         for star in ends.stars:
             assert star.control is not None
             assert star.results is not None
             assert star.reports is not None
             hubs.append(HubLinks(star.control, star.results, star.reports))
-        return ends.downstream, hubs, ends.returns
+        return ends, hubs
 
     def _await_children(self, store: TCPStore, deadline: float) -> None:
         """Until every stage process runs; joining them is one long blocking call that would notice no death."""

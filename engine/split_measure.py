@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graftline.engine.busy_clock import BusyClock
-from graftline.engine.config import EngineConfig, Role
+from graftline.engine.config import EngineConfig, Role, StageChannel
 from graftline.engine.device_rounds import round_size
 from graftline.engine.layer_split import automatic_split
 from graftline.engine.models.checkpoint import read_model_config
@@ -41,7 +41,7 @@ class StageTimes:
     """Seconds of one step.
 
     Attributes:
-        layer_s: of one layer, on average over the kinds of layers that the model has.
+        layer_s: that one layer more takes, on average over the kinds of layers that the model has.
         last_s: of what only the last stage does.
     """
 
@@ -78,17 +78,30 @@ def measured_split(config: EngineConfig) -> tuple[int, ...]:
 
 
 def measure_stages(config: EngineConfig, model: ModelConfig) -> StageTimes:
-    """Times a layer and what only the last stage does."""
+    """Times a layer and what only the last stage does.
+
+    Every stage has work besides its layers, which must not pass for theirs: a layer is what a stage of twice as many
+    takes longer, unless the model is too small for such a stage.
+    """
     count = min(_layers_of_every_kind(model), model.num_layers - 1)
+    more = min(2 * count, model.num_layers - 1)
     rest = model.num_layers - count
+    # As stages will be joined on one host; see `StageEnds`.
+    by_memory = config.returns_rounds and config.stage_channel is not StageChannel.NCCL
     before = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
-        first_s = _time_stage(_small(config, (count, rest)), 0, model)
-        last_s = _time_stage(_small(config, (rest, count)), 1, model)
+        first_s = _time_stage(_small(config, (count, rest)), 0, model, by_memory)
+        last_s = _time_stage(_small(config, (rest, count)), 1, model, by_memory)
+        layer_s = first_s / count
+        if more > count:
+            longer = _small(config, (more, model.num_layers - more))
+            longer_s = _time_stage(longer, 0, model, by_memory) - first_s
+            # Where other work of the machine made the short stage the slower one, nothing is known of the layers alone.
+            layer_s = longer_s / (more - count) if longer_s > 0 else layer_s
     finally:
         torch.set_num_threads(before)
-    return StageTimes(first_s / count, max(0.0, last_s - first_s))
+    return StageTimes(layer_s, max(0.0, last_s - first_s))
 
 
 def _layers_of_every_kind(model: ModelConfig) -> int:
@@ -117,7 +130,7 @@ def _requests_of_step(config: EngineConfig) -> int:
     return min(_MOST_REQUESTS, -(-config.max_running // config.num_stages))
 
 
-def _time_stage(config: EngineConfig, index: int, model: ModelConfig) -> float:
+def _time_stage(config: EngineConfig, index: int, model: ModelConfig, by_memory: bool) -> float:
     """Median seconds of a step on a stage that is built for this alone.
 
     Steps follow each other without a pause, and what is taken is the device's time: a stage that always has work does
@@ -127,7 +140,7 @@ def _time_stage(config: EngineConfig, index: int, model: ModelConfig) -> float:
     plan = _plan(config, model)
     steps = 1 if device.type == "cpu" else _STEPS_TOGETHER
     with torch.inference_mode():
-        stage = build_stage(config, index).stage
+        stage = build_stage(config, index, by_memory=by_memory).stage
         payload = _payload(config, index, model, plan, device)
         times: list[float] = []
         started = time.monotonic()

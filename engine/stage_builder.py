@@ -77,13 +77,19 @@ def _round_state(config: EngineConfig, target: ModelConfig, device: torch.device
 
 
 def build_stage(
-    config: EngineConfig, index: int, round_state: RoundState | None = None, returns: Sequence[Payloads] = ()
+    config: EngineConfig,
+    index: int,
+    round_state: RoundState | None = None,
+    returns: Sequence[Payloads] = (),
+    *,
+    by_memory: bool = False,
 ) -> BuiltStage:
     """Loads what stage `index` owns.
 
     Args:
         round_state: what stages on one device share of their rounds; None: the stage's own.
         returns: see `DeviceRounds`.
+        by_memory: how the stage is joined to those on other devices, see `StageEnds`.
 
     Raises:
         InvalidRequestError: the split does not fit the model, or the draft head does not fit the target.
@@ -105,7 +111,7 @@ def build_stage(
         with_embedding=is_first or (is_last and drafts),
         with_head=is_last,
         attention=attention,
-        may_reside=config.is_on_one_device,
+        may_reside=config.is_on_one_device or by_memory,
     )
     geometry = target_geometry(config, target, index)
     pool = KvPool(geometry, config.num_pages, layers=target.attention_layers(layers), device=device)

@@ -71,7 +71,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     stream = StageStream(device, urgent=config.role is Role.PREFILL)
     try:
         with stream.entered():
-            built = build_stage(config, stage, returns=ends.returns)
+            built = build_stage(config, stage, returns=ends.returns, by_memory=ends.by_memory)
             port = make_port(stage)
             layout = port.open(built.pools)
     except Exception as error:

@@ -9,32 +9,18 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from graftline.kernels.cuda_driver import CudaProgramError, bindings, checked, refusals
+
 _LOG = logging.getLogger(__name__)
 _SOURCES = Path(__file__).resolve().parent / "cuda"
 _MACHINE_CODE = b"\x7fELF"
-
-
-class CudaProgramError(RuntimeError):
-    """The compiler or the driver refused something, or is not there."""
-
-
-@cache
-def can_compile() -> bool:
-    """Whether NVIDIA's bindings are installed."""
-    try:
-        return find_spec("cuda.bindings.nvrtc") is not None
-    except ImportError:
-        return False
 
 
 def compile_program(names: Sequence[str], options: Sequence[str]) -> bytes:
@@ -47,10 +33,10 @@ def compile_program(names: Sequence[str], options: Sequence[str]) -> bytes:
     Raises:
         CudaProgramError: the compiler refused them, with its words, or there is none.
     """
-    with _refusals():
+    with refusals():
         text = "\n".join(_source(name) for name in names)
-        nvrtc = _bindings("nvrtc")
-        version = _checked("nvrtcVersion", *nvrtc.nvrtcVersion())
+        nvrtc = bindings("nvrtc")
+        version = checked("nvrtcVersion", *nvrtc.nvrtcVersion())
         key = hashlib.sha256("\0".join([text, *options, repr(version)]).encode()).hexdigest()[:24]
         code = _kept(key)
         if code is None:
@@ -81,12 +67,12 @@ def encode_box_map(box_map: BoxMap) -> bytes:
     Raises:
         CudaProgramError: the driver refused it, for example for a misaligned address.
     """
-    with _refusals():
-        return _encoded(_bindings("driver"), box_map)
+    with refusals():
+        return _encoded(bindings("driver"), box_map)
 
 
 def _encoded(driver: Any, box_map: BoxMap) -> bytes:
-    (encoded,) = _checked(
+    (encoded,) = checked(
         "cuTensorMapEncodeTiled",
         *driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -122,15 +108,15 @@ class CudaFunction:
         self._shared_bytes = shared_bytes
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # a context of torch's is there from now on
-            with _refusals():
+            with refusals():
                 self._load(code, name)
 
     def _load(self, code: bytes, name: str) -> None:
-        self._driver = driver = _bindings("driver")
-        (self._module,) = _checked("cuModuleLoadData", *driver.cuModuleLoadData(code))
-        (self._function,) = _checked("cuModuleGetFunction", *driver.cuModuleGetFunction(self._module, name.encode()))
+        self._driver = driver = bindings("driver")
+        (self._module,) = checked("cuModuleLoadData", *driver.cuModuleLoadData(code))
+        (self._function,) = checked("cuModuleGetFunction", *driver.cuModuleGetFunction(self._module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked("cuFuncSetAttribute", *driver.cuFuncSetAttribute(self._function, attribute, self._shared_bytes))
+        checked("cuFuncSetAttribute", *driver.cuFuncSetAttribute(self._function, attribute, self._shared_bytes))
 
     def launch_together(self, blocks: int, threads: int, arguments: ctypes.Structure) -> None:
         """Launches on the current stream so that all blocks are resident at once and may wait for each other.
@@ -146,21 +132,21 @@ class CudaFunction:
         done = self._driver.cuLaunchCooperativeKernel(
             self._function, blocks, 1, 1, threads, 1, 1, self._shared_bytes, stream, ctypes.addressof(parameters)
         )
-        _checked("cuLaunchCooperativeKernel", *done)
+        checked("cuLaunchCooperativeKernel", *done)
 
 
 def _compile(nvrtc: Any, name: str, text: str, options: Sequence[str]) -> bytes:
-    (program,) = _checked("nvrtcCreateProgram", *nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    (program,) = checked("nvrtcCreateProgram", *nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     words = [option.encode() for option in options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
     if int(status):
-        (size,) = _checked("nvrtcGetProgramLogSize", *nvrtc.nvrtcGetProgramLogSize(program))
+        (size,) = checked("nvrtcGetProgramLogSize", *nvrtc.nvrtcGetProgramLogSize(program))
         log = b" " * size
         nvrtc.nvrtcGetProgramLog(program, log)
         raise CudaProgramError(f"{name} does not compile:\n{log.decode(errors='replace')[-4000:]}")
-    (size,) = _checked("nvrtcGetCUBINSize", *nvrtc.nvrtcGetCUBINSize(program))
+    (size,) = checked("nvrtcGetCUBINSize", *nvrtc.nvrtcGetCUBINSize(program))
     code = b" " * size
-    _checked("nvrtcGetCUBIN", *nvrtc.nvrtcGetCUBIN(program, code))
+    checked("nvrtcGetCUBIN", *nvrtc.nvrtcGetCUBIN(program, code))
     nvrtc.nvrtcDestroyProgram(program)
     return bytes(code)
 
@@ -197,28 +183,5 @@ def _keep(key: str, code: bytes) -> None:
         _LOG.warning("a compiled kernel cannot be kept, the next start compiles it again: %s", error)
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Where a library of NVIDIA's is missing or too old, the bindings raise what they like."""
-    try:
-        yield
-    except CudaProgramError:
-        raise
-    except (ImportError, OSError, RuntimeError) as error:
-        raise CudaProgramError(f"{type(error).__name__}: {error}") from error
-
-
 def _source(name: str) -> str:
     return (_SOURCES / name).read_text().replace("#pragma once", "")
-
-
-def _bindings(name: str) -> Any:
-    from importlib import import_module
-
-    return import_module(f"cuda.bindings.{name}")
-
-
-def _checked(call: str, status: Any, *results: Any) -> tuple[Any, ...]:
-    if int(status):
-        raise CudaProgramError(f"{call}: {status.name}")
-    return results

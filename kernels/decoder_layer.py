@@ -18,7 +18,7 @@ from torch import Tensor
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
 from graftline.kernels.checks import check_rows
-from graftline.kernels.cuda_program import CudaProgramError
+from graftline.kernels.cuda_driver import CudaProgramError
 from graftline.kernels.kv_write import check_pages
 from graftline.kernels.layer_weights import DecoderLayerShape, DecoderLayerWeights
 from graftline.kernels.linear import linear, linear_gate_up

@@ -14,14 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from graftline.kernels.cuda_program import (
-    BoxMap,
-    CudaFunction,
-    CudaProgramError,
-    can_compile,
-    compile_program,
-    encode_box_map,
-)
+from graftline.kernels.cuda_driver import CudaProgramError, has_bindings
+from graftline.kernels.cuda_program import BoxMap, CudaFunction, compile_program, encode_box_map
 from graftline.kernels.layer_weights import DecoderLayerShape, DecoderLayerWeights
 from graftline.kernels.linear import LinearWeight
 from graftline.kernels.tree_batch import TreeBatch, check_tree_batch
@@ -164,7 +158,7 @@ def reason_against_device(device: torch.device, dtype: torch.dtype) -> str | Non
         return f"{device.type} with {dtype}"
     if torch.cuda.get_device_capability(device) != _CAPABILITY:
         return f"compute capability {torch.cuda.get_device_capability(device)} is not {_CAPABILITY}"
-    return None if can_compile() else "no NVIDIA bindings (cuda-bindings)"
+    return None if has_bindings() else "no NVIDIA bindings (cuda-bindings)"
 
 
 def layer_table(

@@ -4,20 +4,32 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import gloo_peer
 import pytest
 import torch
+from shared_peer_memory import SharedPeerMemory
 from torch import Tensor
 
 from graftline.engine.config import StageChannel
 from graftline.engine.links import LocalLink, QueuedSender
 from graftline.engine.links_distributed import DistributedLink, StageStar, connect_stages, leave_job
 from graftline.engine.links_payload import MAX_UNFINISHED_SENDS
+from graftline.engine.links_peer import PeerPayloads, Place
 from graftline.engine.plan import Heartbeat, Segment, StageReady, StepPlan, Stop
 from graftline.errors import PeerUnavailableError
+
+
+class NoWay:
+    """Where nothing may go."""
+
+    def put(self, payload: Tensor) -> Callable[[], None]:
+        raise AssertionError(f"{tuple(payload.shape)} went another way")
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        raise AssertionError(f"{rows} rows were taken another way")
 
 
 def plan(step: int, rows: int) -> StepPlan:
@@ -54,26 +66,44 @@ def test_closing_a_local_link_wakes_its_receiver() -> None:
     assert len(errors) == 1
 
 
+Channel = tuple[StageChannel, str, str]
+"""With what memory of the other end each end can have, see `gloo_peer.memory_named`."""
 CHANNELS = pytest.mark.parametrize(
-    "channel", [StageChannel.HOST, StageChannel.DIRECT], ids=lambda channel: channel.value
+    "channel",
+    [
+        (StageChannel.HOST, "none", "none"),
+        (StageChannel.DIRECT, "none", "none"),
+        (StageChannel.DIRECT, "well", "well"),
+    ],
+    ids=["host", "direct", "memory"],
 )
 
 
 @contextmanager
-def peer(flood: int, channel: StageChannel) -> Iterator[tuple[DistributedLink, StageStar, "subprocess.Popen[bytes]"]]:
-    """A second process behind links, echoing plans. Gloo stands for NCCL in the direct channel."""
+def peer(flood: int, channel: Channel) -> Iterator[tuple[DistributedLink, StageStar, "subprocess.Popen[bytes]"]]:
+    """A second process behind links, echoing plans. Gloo stands for NCCL in the direct channel, and memory that both
+    share for memory of GPUs.
+    """
     store = gloo_peer.join(0, 0, is_master=True)
-    child = subprocess.Popen([sys.executable, gloo_peer.__file__, str(store.port), str(flood), channel.value])
+    kind, own_memory, their_memory = channel
+    words = (str(store.port), str(flood), kind.value, their_memory)
+    child = subprocess.Popen([sys.executable, gloo_peer.__file__, *words])
+    memory = gloo_peer.memory_named(own_memory)
     try:
         gloo_peer.enter(0, store)
-        ends = connect_stages(2, 0, torch.device("cpu"), channel)
+        ends = connect_stages(2, 0, torch.device("cpu"), kind, memory=memory)
         assert ends.downstream is not None
+        assert ends.by_memory is (own_memory == their_memory == "well")
         yield ends.downstream, ends.stars[0], child
         child.wait(30)
+        if memory is not None:
+            assert (memory.copied > 4) is ends.by_memory, "more than the trial went through memory, if anything"
     finally:
         child.kill()
         child.wait()
         assert leave_job(10)
+        if memory is not None:
+            memory.close()
 
 
 def echoed(star: StageStar) -> tuple[StageReady, Tensor | None]:
@@ -91,7 +121,7 @@ def stop(downstream: DistributedLink, star: StageStar, child: "subprocess.Popen[
 
 
 @CHANNELS
-def test_two_processes_exchange_plans_with_hidden_states(channel: StageChannel) -> None:
+def test_two_processes_exchange_plans_with_hidden_states(channel: Channel) -> None:
     """CASES P13: both ends send more than a socket holds before either receives; nothing waits for ever."""
     with peer(flood=8, channel=channel) as (downstream, star, child):
         # 64 rows x 40000 floats: 10 MB, sent while the other end still sends its own 8 MB.
@@ -124,7 +154,7 @@ def test_two_processes_exchange_plans_with_hidden_states(channel: StageChannel) 
 
 
 @CHANNELS
-def test_steps_in_flight_keep_their_hidden_states(channel: StageChannel) -> None:
+def test_steps_in_flight_keep_their_hidden_states(channel: Channel) -> None:
     """More steps are sent than sends may be unfinished, from one tensor that every step overwrites."""
     failures: list[str] = []
     with peer(flood=0, channel=channel) as (downstream, star, child):
@@ -151,8 +181,42 @@ def test_steps_in_flight_keep_their_hidden_states(channel: StageChannel) -> None
         stop(downstream, star, child)
 
 
+@pytest.mark.parametrize(
+    ("own_memory", "their_memory"),
+    [(fault, "well") for fault in ("allocate", "open", "write")]
+    + [("well", fault) for fault in ("allocate", "open", "write")],
+)
+def test_ends_that_do_not_reach_each_others_memory_take_the_other_way(own_memory: str, their_memory: str) -> None:
+    """Both take it, whichever of them is in trouble; what never arrives is waited for by nobody for long."""
+    with peer(0, (StageChannel.DIRECT, own_memory, their_memory)) as (downstream, star, child):
+        sent = torch.randn(3, 8)
+        downstream.send(plan(0, 2), sent)
+        payload = echoed(star)[1]
+        assert payload is not None
+        assert torch.equal(payload, sent * 2)
+        stop(downstream, star, child)
+
+
+def test_numbers_of_a_long_life_wrap_around() -> None:
+    """A ring that has been used four thousand million times, less one."""
+    source, target = SharedPeerMemory(), SharedPeerMemory()
+    try:
+        ring, read = target.allocate(2 * 256 + 4), source.allocate(256)
+        place, begun = Place(ring, ring + 2 * 256, read), (1 << 32) - 1
+        for address in (place.written, place.read):
+            target.write(address, begun)
+        ends = [PeerPayloads(memory, place, 2, 256, begun, NoWay()) for memory in (source, target)]
+        for value in range(5):
+            ends[0].put(torch.full((2, 3), value))
+            assert ends[1].take(2, 3, torch.int64).tolist() == [[value] * 3] * 2
+        assert target.read(place.written) == source.read(place.read) == 4
+    finally:
+        for memory in (source, target):
+            memory.close()
+
+
 @CHANNELS
-def test_the_death_of_the_other_end_is_an_error(channel: StageChannel) -> None:
+def test_the_death_of_the_other_end_is_an_error(channel: Channel) -> None:
     failures: list[str] = []
     with peer(flood=0, channel=channel) as (downstream, star, child):
         queued = QueuedSender(downstream, "plan-sender", failures.append)

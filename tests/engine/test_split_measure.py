@@ -6,12 +6,14 @@ import pytest
 from msgspec import structs
 from tiny_world import TinyWorld
 
+from graftline.bench.gpu_models import write_dummy_model
+from graftline.bench.multi_gpu_configs import TINY
 from graftline.engine import split_measure
 from graftline.engine.config import MTP_HEAD, EngineConfig, Role
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.models.qwen3_next_random import write_tiny_qwen3_next
 from graftline.engine.split_measure import StageTimes, measure_stages, measured_split
-from graftline.engine.tree_shape import TreeShape
+from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 
 
 def config(model: Path, role: Role, split: tuple[int, ...], head: str) -> EngineConfig:
@@ -66,6 +68,29 @@ def test_trees_are_cut_as_rounds_cut_them(world: TinyWorld) -> None:
     plan = split_measure._plan(split_measure._small(settings, (2, 2)), read_model_config(world.plain.path))
     assert [one.num_rows for one in plan.segments] == [4] * 16
     assert plan.round_size == 16
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "long_s", "layer_s"),
+    [
+        (6.0, 8 * 1.0, 1.0),  # what a stage does besides is no layer's
+        (0.0, 8 * 1.0, 1.0),
+        (6.0, 3.0, 2.5),  # a stage of twice as many layers that is faster tells nothing
+    ],
+)
+def test_what_a_stage_does_besides_is_not_counted_as_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed_s: float, long_s: float, layer_s: float
+) -> None:
+    model = write_dummy_model(tmp_path / "model", {**TINY, "num_hidden_layers": 20})
+    timed: dict[tuple[int, int], float] = {(0, 4): fixed_s + 4.0, (1, 4): fixed_s + 9.0, (0, 8): fixed_s + long_s}
+
+    def time_stage(small: EngineConfig, index: int, *_: object) -> float:
+        return timed[index, small.layer_split[index]]
+
+    monkeypatch.setattr(split_measure, "_time_stage", time_stage)
+    settings = structs.replace(config(model, Role.DECODE, (10, 10), ""), draft_head=None, tree=NO_SPECULATION)
+    times = measure_stages(settings, read_model_config(model))
+    assert times == StageTimes(layer_s, 5.0)
 
 
 def test_layers_of_every_kind_are_timed(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from graftline.kernels import cuda_program
-from graftline.kernels.cuda_program import BoxMap, CudaProgramError, compile_program, encode_box_map
+from graftline.kernels.cuda_driver import CudaProgramError
+from graftline.kernels.cuda_program import BoxMap, compile_program, encode_box_map
 from graftline.kernels.layer_weights import DecoderLayerShape
 from graftline.kernels.resident_layers import ResidentLayers, ResidentSizes
 
@@ -37,7 +38,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return CODE
 
-    monkeypatch.setattr(cuda_program, "_bindings", lambda name: Nvrtc())
+    monkeypatch.setattr(cuda_program, "bindings", lambda name: Nvrtc())
     monkeypatch.setattr(cuda_program, "_compile", compile_)
     return names
 
@@ -88,7 +89,7 @@ def broken(error: Exception) -> Callable[[str], Any]:
 
 @pytest.mark.parametrize("error", [RuntimeError("no libnvrtc"), ImportError("no module"), OSError("no file")])
 def test_a_missing_library_is_an_error_of_ours(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_program, "_bindings", broken(error))
+    monkeypatch.setattr(cuda_program, "bindings", broken(error))
     with pytest.raises(CudaProgramError, match=str(error)):
         program()
     with pytest.raises(CudaProgramError, match=str(error)):
@@ -101,7 +102,7 @@ def test_layers_run_by_single_ops_without_a_compiler(
     class Properties:
         multi_processor_count = 132
 
-    monkeypatch.setattr(cuda_program, "_bindings", broken(RuntimeError("no libnvrtc")))
+    monkeypatch.setattr(cuda_program, "bindings", broken(RuntimeError("no libnvrtc")))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
     sizes = ResidentSizes(hidden=64, inter=64, heads=1, kv_heads=1, head_dim=64, page_size=8)
     tables = torch.zeros(1, 32)

@@ -15,7 +15,8 @@ from kernel_cases import PagedSequences, normal, random_parents
 from torch import Tensor
 
 from graftline.engine.models.dense import LayerWeights
-from graftline.kernels.cuda_program import BoxMap, CudaProgramError, compile_program
+from graftline.kernels.cuda_driver import CudaProgramError
+from graftline.kernels.cuda_program import BoxMap, compile_program
 from graftline.kernels.decoder_layer import DenseLayers, LayerPages
 from graftline.kernels.layer_weights import DecoderLayerShape
 from graftline.kernels.linear import LinearWeight

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from shared_peer_memory import SharedPeerMemory
 from torch._C._distributed_c10d import TCPStore
 
 from graftline.engine.config import StageChannel
@@ -25,10 +26,20 @@ def enter(rank: int, store: TCPStore) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
 
 
-def main(port: int, flood: int, channel: StageChannel) -> None:
-    """Sends `flood` megabytes before it receives anything, then echoes plans with their payload doubled."""
+def memory_named(name: str) -> SharedPeerMemory | None:
+    """ "none", "well", or memory with a fault of that name."""
+    return None if name == "none" else SharedPeerMemory("" if name == "well" else name)
+
+
+def main(port: int, flood: int, channel: StageChannel, memory_name: str) -> None:
+    """Sends `flood` megabytes before it receives anything, then echoes plans with their payload doubled.
+
+    Args:
+        memory_name: see `memory_named`.
+    """
     enter(1, join(1, port))
-    ends = connect_stages(2, 1, torch.device("cpu"), channel)
+    memory = memory_named(memory_name)
+    ends = connect_stages(2, 1, torch.device("cpu"), channel, memory=memory)
     upstream, star = ends.upstream, ends.stars[0]
     assert upstream is not None
     assert star.control is not None
@@ -47,8 +58,10 @@ def main(port: int, flood: int, channel: StageChannel) -> None:
     assert isinstance(message, Stop)
     assert payload is None
     dist.destroy_process_group()
+    if memory is not None:
+        memory.close()
 
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        main(int(sys.argv[1]), int(sys.argv[2]), StageChannel(sys.argv[3]))
+        main(int(sys.argv[1]), int(sys.argv[2]), StageChannel(sys.argv[3]), sys.argv[4])
