@@ -96,8 +96,8 @@ class Load:
 
     @classmethod
     def of_texts(cls, prompt_len: int, texts: Sequence[Sequence[int]]) -> "Load":
-        """A small model: a window lasts tenths of a second, so there are several."""
-        tokens = 384
+        """A small model: a window lasts half a second, so there are several."""
+        tokens = 1024
         return cls(
             prompt_len,
             (8, 32, 2, 1),

@@ -33,6 +33,9 @@ _WARM_UPS = 2
 _SECONDS = 0.3
 _MOST_TIMES = 20
 _STEPS_TOGETHER = 8  # on a GPU
+_HEAD_START = 1.5  # of what it took to launch the steps before
+_MOST_SLEEP_S = 0.05
+_CYCLES_A_SECOND = 2e9
 _LAYERS = 4  # of models whose layers are all of one kind
 
 
@@ -134,7 +137,8 @@ def _time_stage(config: EngineConfig, index: int, model: ModelConfig, by_memory:
     """Median seconds of a step on a stage that is built for this alone.
 
     Steps follow each other without a pause, and what is taken is the device's time: a stage that always has work does
-    not wait for its host, and in a stage of a few layers that wait would pass for layers.
+    not wait for its host, and in a stage of a few layers that wait would pass for layers. So the device sleeps first
+    for as long as it takes to launch them all.
     """
     device = torch.device(config.stage_device(index))
     plan = _plan(config, model)
@@ -143,12 +147,17 @@ def _time_stage(config: EngineConfig, index: int, model: ModelConfig, by_memory:
         stage = build_stage(config, index, by_memory=by_memory).stage
         payload = _payload(config, index, model, plan, device)
         times: list[float] = []
+        launch_s = 0.0
         started = time.monotonic()
         while len(times) < _WARM_UPS + 3 or (time.monotonic() - started < _SECONDS and len(times) < _MOST_TIMES):
             clock = BusyClock(device)
+            begun = time.monotonic()
+            if device.type == "cuda":
+                _sleep(device, _HEAD_START * launch_s)
             for _ in range(steps):
                 with clock.step():
                     stage.execute(plan, payload, _ignore)
+            launch_s = time.monotonic() - begun
             _settle(device)
             times.append(clock.seconds / steps)
         stage.close()
@@ -194,6 +203,11 @@ def _payload(
     generator = torch.Generator(device).manual_seed(2)
     rows = plan.round_size * config.round_nodes(plan.round_size) if plan.round_size else plan.num_rows
     return torch.randn((rows, columns), generator=generator, device=device).to(dtype)
+
+
+def _sleep(device: torch.device, seconds: float) -> None:
+    with torch.cuda.device(device):
+        torch.cuda._sleep(round(min(seconds, _MOST_SLEEP_S) * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
 
 
 def _settle(device: torch.device) -> None:
