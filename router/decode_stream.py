@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -17,7 +18,6 @@ from graftline.errors import CancelledRequestError, InternalError, PeerUnavailab
 from graftline.proto.channel import Metadata
 from graftline.proto.status import Failure, Leg, failure_from_rpc, failure_from_status
 from graftline.proto.v1.decode_pb2 import (
-    CarriedCall,
     CarriedEvent,
     DecodeServiceGenerateRequest,
     DecodeServiceGenerateResponse,
@@ -39,6 +39,8 @@ ASK_AFTER_S = 10.0
 ENDED_EARLY = "the decode ended its stream without finishing"
 
 Stream = aio.StreamStreamCall[GenerateManyRequest, GenerateManyResponse]
+Fill = Callable[[DecodeServiceGenerateRequest], None]
+"""Writes a request where it is sent from."""
 
 
 class DecodeCall:
@@ -88,7 +90,22 @@ class DecodeCall:
         try:
             self._take(event.response)
         except Exception as error:
+            self.break_off(error)
+
+    def break_off(self, error: Exception) -> None:
+        """Its owner's own fault ended it."""
+        if not self.ended.done():
             self.ended.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A call that waits for the next message."""
+
+    call: DecodeCall
+    fill: Fill
+    timeout_s: float | None
+    metadata: Metadata
 
 
 class DecodeStream:
@@ -109,7 +126,7 @@ class DecodeStream:
         self._ask_after_s = ask_after_s
         self._ids = itertools.count(1)
         self._calls: dict[int, DecodeCall] = {}
-        self._unsent: deque[CarriedCall] = deque()
+        self._unsent: deque[_Unsent] = deque()
         self._unsent_cancels: list[int] = []
         self._unsent_asks: list[int] = []
         self._something = asyncio.Event()
@@ -118,12 +135,15 @@ class DecodeStream:
 
     def call(
         self,
-        request: DecodeServiceGenerateRequest,
+        fill: Fill,
         take: Callable[[DecodeServiceGenerateResponse], None],
         timeout_s: float | None = None,
         metadata: Metadata = (),
     ) -> DecodeCall:
-        """Sends a request. `take` gets every response, on the event loop and in order, until the call has ended."""
+        """Sends a request, which `fill` makes once it leaves: a call that was given up before costs nothing more, and
+        what `fill` raises ends this call only. `take` gets every response, on the event loop and in order, until the
+        call has ended.
+        """
         call = DecodeCall(next(self._ids), take, self._stop)
         if self._closed is not None:
             call.end(self._closed)
@@ -132,9 +152,7 @@ class DecodeStream:
             late = CancelledRequestError("the deadline passed")
             call.end_in(timeout_s, Failure(late, grpc.StatusCode.DEADLINE_EXCEEDED))
         self._calls[call.call_id] = call
-        self._unsent.append(
-            CarriedCall(call_id=call.call_id, request=request, timeout_s=timeout_s, metadata=dict(metadata))
-        )
+        self._unsent.append(_Unsent(call, fill, timeout_s, metadata))
         self._something.set()
         return call
 
@@ -204,7 +222,7 @@ class DecodeStream:
         while True:
             await asyncio.sleep(self._ask_after_s)
             since_s = asyncio.get_running_loop().time() - self._ask_after_s
-            unsent = {call.call_id for call in self._unsent}
+            unsent = {waiting.call.call_id for waiting in self._unsent}
             silent = [id_ for id_, call in self._calls.items() if call.heard_s < since_s and id_ not in unsent]
             if silent:
                 self._unsent_asks = silent
@@ -214,15 +232,32 @@ class DecodeStream:
         message = GenerateManyRequest()
         num_bytes = 0
         while self._unsent and len(message.calls) < MAX_CALLS_PER_MESSAGE and num_bytes < MAX_MESSAGE_BYTES:
-            call = self._unsent.popleft()
-            if call.call_id in self._calls:
-                message.calls.append(call)
-                num_bytes += call.ByteSize()
-        message.cancelled_call_ids.extend(self._unsent_cancels)
-        self._unsent_cancels.clear()
-        message.asked_call_ids.extend(self._unsent_asks)
-        self._unsent_asks.clear()
+            unsent = self._unsent.popleft()
+            if unsent.call.call_id in self._calls:
+                num_bytes += self._add(unsent, message)
+        if self._unsent_cancels:
+            message.cancelled_call_ids.extend(self._unsent_cancels)
+            self._unsent_cancels.clear()
+        if self._unsent_asks:
+            message.asked_call_ids.extend(self._unsent_asks)
+            self._unsent_asks.clear()
         return message
+
+    def _add(self, unsent: "_Unsent", message: GenerateManyRequest) -> int:
+        """The bytes it takes; none of a call that cannot be written, which ends with what it raised."""
+        carried = message.calls.add(call_id=unsent.call.call_id)
+        try:
+            unsent.fill(carried.request)
+        except Exception as error:
+            del message.calls[-1]
+            del self._calls[unsent.call.call_id]
+            unsent.call.break_off(error)
+            return 0
+        if unsent.timeout_s is not None:
+            carried.timeout_s = unsent.timeout_s
+        for key, value in unsent.metadata:
+            carried.metadata[key] = value
+        return carried.ByteSize()
 
     def _stop(self, call: DecodeCall) -> None:
         """Gives a call up; the decode hears of it unless it ended the call itself."""
