@@ -24,6 +24,7 @@ from graftline.proto.v1.decode_pb2 import (
     GenerateManyRequest,
     GenerateManyResponse,
 )
+from graftline.wakeup import Wakeup
 from graftline.worker.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class CallStream:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._unwanted: set[int] = set()  # running calls that the other end has cancelled
         self._unsent: deque[tuple[CallContext, CarriedEvent | Fill]] = deque()
-        self._something = asyncio.Event()
+        self._something = Wakeup()
         # Made by the first that waits for it.
         self._departure: asyncio.Event | None = None
         self._read_error: InvalidRequestError | None = None
@@ -122,7 +123,7 @@ class CallStream:
     def close_when_idle(self) -> None:
         """Ends the stream as soon as no call is on it."""
         self._is_closing = True
-        self._something.set()
+        self._something.wake()
 
     async def serve(self) -> None:
         """Until the other end closes the stream, or this one does.
@@ -135,7 +136,6 @@ class CallStream:
             await self._context.send_initial_metadata(())
             tasks.start(self._read(tasks), name="calls of a stream")
             while not self._is_over:
-                self._something.clear()
                 if self._unsent:
                     await self._send(self._next_message())
                 else:
@@ -150,7 +150,7 @@ class CallStream:
     def say(self, context: CallContext, event: CarriedEvent | Fill) -> None:
         """Queues an event of a call."""
         self._unsent.append((context, event))
-        self._something.set()
+        self._something.wake()
 
     async def departure(self) -> None:
         """Until the next message leaves."""
@@ -181,7 +181,7 @@ class CallStream:
             self._read_error = error
         finally:
             self._is_closed = True
-            self._something.set()
+            self._something.wake()
 
     def _begin(self, call: CarriedCall, tasks: Tasks) -> None:
         if call.call_id in self._running:
@@ -197,7 +197,7 @@ class CallStream:
         if not context.has_ended and call_id not in self._unwanted:
             context.fail(grpc.StatusCode.UNAVAILABLE, "the call ended without a word")
         self._unwanted.discard(call_id)
-        self._something.set()
+        self._something.wake()
 
     async def _run(self, call: CarriedCall, context: CallContext) -> None:
         limit = asyncio.timeout(call.timeout_s) if call.HasField("timeout_s") else nullcontext()

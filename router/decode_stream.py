@@ -24,6 +24,7 @@ from graftline.proto.v1.decode_pb2 import (
     GenerateManyRequest,
     GenerateManyResponse,
 )
+from graftline.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from graftline.proto.v1.decode_pb2_grpc import DecodeServiceAsyncStub
@@ -129,7 +130,7 @@ class DecodeStream:
         self._unsent: deque[_Unsent] = deque()
         self._unsent_cancels: list[int] = []
         self._unsent_asks: list[int] = []
-        self._something = asyncio.Event()
+        self._something = Wakeup()
         self._closed: Failure | None = None
         self.is_open = False
 
@@ -153,14 +154,15 @@ class DecodeStream:
             call.end_in(timeout_s, Failure(late, grpc.StatusCode.DEADLINE_EXCEEDED))
         self._calls[call.call_id] = call
         self._unsent.append(_Unsent(call, fill, timeout_s, metadata))
-        self._something.set()
+        self._something.wake()
         return call
 
     async def run(self) -> None:
         """Opens the stream whenever a call wants one, until cancelled; then every call fails."""
         try:
             while True:
-                await self._something.wait()
+                while not self._unsent:
+                    await self._something.wait()
                 self._fail_all(await self._carry())
         finally:
             self._closed = _unavailable("the router forgot the worker")
@@ -207,7 +209,6 @@ class DecodeStream:
     async def _write(self, stream: Stream) -> None:
         try:
             while True:
-                self._something.clear()
                 if self._unsent or self._unsent_cancels or self._unsent_asks:
                     await stream.write(self._next_message())
                 else:
@@ -226,7 +227,7 @@ class DecodeStream:
             silent = [id_ for id_, call in self._calls.items() if call.heard_s < since_s and id_ not in unsent]
             if silent:
                 self._unsent_asks = silent
-                self._something.set()
+                self._something.wake()
 
     def _next_message(self) -> GenerateManyRequest:
         message = GenerateManyRequest()
@@ -263,7 +264,7 @@ class DecodeStream:
         """Gives a call up; the decode hears of it unless it ended the call itself."""
         if self._calls.pop(call.call_id, None) is not None:
             self._unsent_cancels.append(call.call_id)
-            self._something.set()
+            self._something.wake()
 
     def _fail_all(self, failure: Failure) -> None:
         calls = list(self._calls.values())
@@ -271,7 +272,6 @@ class DecodeStream:
         self._unsent.clear()
         self._unsent_cancels.clear()
         self._unsent_asks.clear()
-        self._something.clear()
         for call in calls:
             call.end(failure)
 

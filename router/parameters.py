@@ -71,7 +71,7 @@ class Parameters:
         Raises:
             InvalidRequestError: naming the field and the value.
         """
-        # Only what is given is looked at: a request sets few of its fields, and each costs more to ask for than to check.
+        # Only what is given is looked at: requests set few of the fields, and asking for one costs more than its check.
         given: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
         for name, value in given.items():
             check = _CHECKS.get(name)
