@@ -26,6 +26,7 @@ from graftline.proto.v1.decode_pb2 import (
 )
 from graftline.wakeup import Wakeup
 from graftline.worker.tasks import Tasks
+from graftline.write_guard import WriteGuard
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class CallStream:
 
     Args:
         handler: serves each call.
-        send_timeout_s: how long the other end may leave one message unread.
+        send_timeout_s: how long the other end may leave one message unread; it is cut within twice as long.
     """
 
     def __init__(self, context: Any, handler: Handler, send_timeout_s: float) -> None:
@@ -132,16 +133,23 @@ class CallStream:
             InvalidRequestError: a call id was used twice.
             OutOfCapacityError: the other end does not read.
         """
+        guard = WriteGuard(self._send_timeout_s, OutOfCapacityError, "the caller read nothing")
+        with guard:
+            await self._serve(guard)
+        if self._read_error is not None:
+            raise self._read_error
+
+    async def _serve(self, guard: WriteGuard) -> None:
         async with Tasks() as tasks:
             await self._context.send_initial_metadata(())
             tasks.start(self._read(tasks), name="calls of a stream")
             while not self._is_over:
                 if self._unsent:
-                    await self._send(self._next_message())
+                    guard.writing()
+                    await self._context.write(self._next_message())
+                    guard.written()
                 else:
                     await self._something.wait()
-        if self._read_error is not None:
-            raise self._read_error
 
     @property
     def _is_over(self) -> bool:
@@ -232,13 +240,6 @@ class CallStream:
             self._departure.set()
             self._departure = None
         return message
-
-    async def _send(self, message: GenerateManyResponse) -> None:
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await self._context.write(message)
-        except TimeoutError as error:
-            raise OutOfCapacityError(f"the caller read nothing for {self._send_timeout_s:g} s") from error
 
 
 def _status(code: grpc.StatusCode, message: str) -> bytes:

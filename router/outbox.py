@@ -5,10 +5,16 @@ from collections import deque
 from graftline.errors import GraftlineError, OutOfCapacityError
 from graftline.router.transcript import Delta
 from graftline.wakeup import Wakeup
+from graftline.write_guard import WriteGuard
 
 
 class SlowConsumerError(OutOfCapacityError):
     """The client reads too slowly."""
+
+
+def client_guard(timeout_s: float) -> WriteGuard:
+    """Around the messages to a client: one that takes longer over one than so many seconds is cut."""
+    return WriteGuard(timeout_s, SlowConsumerError, "the client did not take a message")
 
 
 class Outbox:
