@@ -124,9 +124,9 @@ async def measure(arguments: argparse.Namespace, targets: dict[str, Target]) -> 
         cpu_s = dict.fromkeys(calls, 0.0)
         kinds = list(calls)
         for number in range(-WARM_UP_TURNS, num_turns):
-            # Another first one each time: who comes behind whom counts for a few percent.
+            # Forwards and backwards, with another first one each time: who comes behind whom counts for a few percent.
             kinds = [*kinds[1:], kinds[0]]
-            for kind in kinds:
+            for kind in kinds if number % 2 else kinds[::-1]:
                 before_s = used_cpu_s(targets[kind].pid)
                 taken: list[Sample] = []
                 for _ in range(rounds_a_turn):
