@@ -29,7 +29,7 @@ from graftline.engine.models.random import write_tiny_model
 from graftline.launcher import ClusterSpec, local_cluster
 
 _SPANS = ("graftline.decode", "graftline.rounds")
-# Not counted: the first cancel of a cluster takes 25 to 40 ms, once.
+# Not counted: a cluster's very first took 25 ms where no other took more than 8.
 WARM_UPS = 3
 
 
