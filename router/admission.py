@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavailableError
 
@@ -59,15 +60,12 @@ class Admission:
             return False
         return True
 
-    @contextmanager
-    def admit(self, label: str) -> Iterator[None]:
-        """Holds a place, and the label when there is one.
+    def places(self) -> "Places":
+        """None yet; what is taken is given back at the end of its block."""
+        return Places(self)
 
-        Raises:
-            PeerUnavailableError: this router is about to stop.
-            OutOfCapacityError: too many requests are open, or came within a second.
-            InvalidRequestError: the label belongs to an open request.
-        """
+    def take(self, label: str) -> None:
+        """Takes a place, and the label when there is one. Raises as `Places.take`."""
         if self.is_draining:
             raise PeerUnavailableError("this router is draining")
         if self.num_open >= self._max_open:
@@ -82,10 +80,40 @@ class Admission:
         self._idle.clear()
         if label:
             self._labels.add(label)
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-            if self.num_open == 0:
-                self._idle.set()
-            self._labels.discard(label)
+
+    def give_back(self, label: str) -> None:
+        """The end of a place that was taken with this label."""
+        self.num_open -= 1
+        if self.num_open == 0:
+            self._idle.set()
+        self._labels.discard(label)
+
+
+class Places:
+    """What one caller holds of an admission, for as long as the block is open."""
+
+    __slots__ = ("_admission", "_labels")
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._labels: list[str] = []
+
+    def take(self, label: str) -> None:
+        """One more place.
+
+        Raises:
+            PeerUnavailableError: this router is about to stop.
+            OutOfCapacityError: too many requests are open, or came within a second.
+            InvalidRequestError: the label belongs to an open request.
+        """
+        self._admission.take(label)
+        self._labels.append(label)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for label in self._labels:
+            self._admission.give_back(label)

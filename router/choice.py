@@ -95,8 +95,7 @@ class ChoiceRun:
         self._trace = ChoiceTrace(span, seat.index)
         self._transcript = Transcript(plan, seat.index)
         self._figures = SpeculationFigures()
-        self._sampling = plan.sampling(seat.number)
-        self._stopping = plan.stopping()
+        self._number = seat.number
         self._search = PairSearch(fleet, plan.model)
         self._attempt = 0
         self._num_failures = 0
@@ -131,7 +130,7 @@ class ChoiceRun:
         with SilenceTimer(self._fleet.limits.silence_timeout_s, claim) as silence:
             attempt = _Attempt(claim, silence)
             attempt.call = claim.pair.decode.calls.call(
-                self._request(claim.pair, demand),
+                partial(self._fill, self._attempt, claim.pair, demand),
                 partial(self._hear, attempt),
                 self._remaining_s(),
                 self._trace.metadata,
@@ -177,17 +176,13 @@ class ChoiceRun:
         else:
             attempt.call.end_in(FINISH_WAIT_S, None)
 
-    def _request(self, pair: Pair, demand: Demand) -> DecodeServiceGenerateRequest:
-        return DecodeServiceGenerateRequest(
-            request_id=self._request_id,
-            attempt=self._attempt,
-            prefill_address=pair.prefill.peer_address,
-            token_ids=demand.token_ids,
-            num_prompt_tokens=len(self._plan.prompt_ids),
-            sampling=self._sampling,
-            stopping=self._stopping,
-            logprobs=self._plan.parameters.logprobs,
-        )
+    def _fill(self, attempt: int, pair: Pair, demand: Demand, request: DecodeServiceGenerateRequest) -> None:
+        """Writes an attempt into the message that takes it to the decode."""
+        request.request_id = self._request_id
+        request.attempt = attempt
+        request.prefill_address = pair.prefill.peer_address
+        request.token_ids.extend(demand.token_ids)
+        self._plan.fill(request, self._number)
 
     def _take(self, tokens: DecodeTokens) -> None:
         self._figures.tokens_came(len(tokens.token_ids))

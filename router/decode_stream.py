@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -17,13 +18,13 @@ from graftline.errors import CancelledRequestError, InternalError, PeerUnavailab
 from graftline.proto.channel import Metadata
 from graftline.proto.status import Failure, Leg, failure_from_rpc, failure_from_status
 from graftline.proto.v1.decode_pb2 import (
-    CarriedCall,
     CarriedEvent,
     DecodeServiceGenerateRequest,
     DecodeServiceGenerateResponse,
     GenerateManyRequest,
     GenerateManyResponse,
 )
+from graftline.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from graftline.proto.v1.decode_pb2_grpc import DecodeServiceAsyncStub
@@ -39,6 +40,8 @@ ASK_AFTER_S = 10.0
 ENDED_EARLY = "the decode ended its stream without finishing"
 
 Stream = aio.StreamStreamCall[GenerateManyRequest, GenerateManyResponse]
+Fill = Callable[[DecodeServiceGenerateRequest], None]
+"""Writes a request where it is sent from."""
 
 
 class DecodeCall:
@@ -88,7 +91,22 @@ class DecodeCall:
         try:
             self._take(event.response)
         except Exception as error:
+            self.break_off(error)
+
+    def break_off(self, error: Exception) -> None:
+        """Its owner's own fault ended it."""
+        if not self.ended.done():
             self.ended.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A call that waits for the next message."""
+
+    call: DecodeCall
+    fill: Fill
+    timeout_s: float | None
+    metadata: Metadata
 
 
 class DecodeStream:
@@ -109,21 +127,24 @@ class DecodeStream:
         self._ask_after_s = ask_after_s
         self._ids = itertools.count(1)
         self._calls: dict[int, DecodeCall] = {}
-        self._unsent: deque[CarriedCall] = deque()
+        self._unsent: deque[_Unsent] = deque()
         self._unsent_cancels: list[int] = []
         self._unsent_asks: list[int] = []
-        self._something = asyncio.Event()
+        self._something = Wakeup()
         self._closed: Failure | None = None
         self.is_open = False
 
     def call(
         self,
-        request: DecodeServiceGenerateRequest,
+        fill: Fill,
         take: Callable[[DecodeServiceGenerateResponse], None],
         timeout_s: float | None = None,
         metadata: Metadata = (),
     ) -> DecodeCall:
-        """Sends a request. `take` gets every response, on the event loop and in order, until the call has ended."""
+        """Sends a request, which `fill` makes once it leaves: a call that was given up before costs nothing more, and
+        what `fill` raises ends this call only. `take` gets every response, on the event loop and in order, until the
+        call has ended.
+        """
         call = DecodeCall(next(self._ids), take, self._stop)
         if self._closed is not None:
             call.end(self._closed)
@@ -132,17 +153,16 @@ class DecodeStream:
             late = CancelledRequestError("the deadline passed")
             call.end_in(timeout_s, Failure(late, grpc.StatusCode.DEADLINE_EXCEEDED))
         self._calls[call.call_id] = call
-        self._unsent.append(
-            CarriedCall(call_id=call.call_id, request=request, timeout_s=timeout_s, metadata=dict(metadata))
-        )
-        self._something.set()
+        self._unsent.append(_Unsent(call, fill, timeout_s, metadata))
+        self._something.wake()
         return call
 
     async def run(self) -> None:
         """Opens the stream whenever a call wants one, until cancelled; then every call fails."""
         try:
             while True:
-                await self._something.wait()
+                while not self._unsent:
+                    await self._something.wait()
                 self._fail_all(await self._carry())
         finally:
             self._closed = _unavailable("the router forgot the worker")
@@ -189,7 +209,6 @@ class DecodeStream:
     async def _write(self, stream: Stream) -> None:
         try:
             while True:
-                self._something.clear()
                 if self._unsent or self._unsent_cancels or self._unsent_asks:
                     await stream.write(self._next_message())
                 else:
@@ -204,31 +223,48 @@ class DecodeStream:
         while True:
             await asyncio.sleep(self._ask_after_s)
             since_s = asyncio.get_running_loop().time() - self._ask_after_s
-            unsent = {call.call_id for call in self._unsent}
+            unsent = {waiting.call.call_id for waiting in self._unsent}
             silent = [id_ for id_, call in self._calls.items() if call.heard_s < since_s and id_ not in unsent]
             if silent:
                 self._unsent_asks = silent
-                self._something.set()
+                self._something.wake()
 
     def _next_message(self) -> GenerateManyRequest:
         message = GenerateManyRequest()
         num_bytes = 0
         while self._unsent and len(message.calls) < MAX_CALLS_PER_MESSAGE and num_bytes < MAX_MESSAGE_BYTES:
-            call = self._unsent.popleft()
-            if call.call_id in self._calls:
-                message.calls.append(call)
-                num_bytes += call.ByteSize()
-        message.cancelled_call_ids.extend(self._unsent_cancels)
-        self._unsent_cancels.clear()
-        message.asked_call_ids.extend(self._unsent_asks)
-        self._unsent_asks.clear()
+            unsent = self._unsent.popleft()
+            if unsent.call.call_id in self._calls:
+                num_bytes += self._add(unsent, message)
+        if self._unsent_cancels:
+            message.cancelled_call_ids.extend(self._unsent_cancels)
+            self._unsent_cancels.clear()
+        if self._unsent_asks:
+            message.asked_call_ids.extend(self._unsent_asks)
+            self._unsent_asks.clear()
         return message
+
+    def _add(self, unsent: "_Unsent", message: GenerateManyRequest) -> int:
+        """The bytes it takes; none of a call that cannot be written, which ends with what it raised."""
+        carried = message.calls.add(call_id=unsent.call.call_id)
+        try:
+            unsent.fill(carried.request)
+        except Exception as error:
+            del message.calls[-1]
+            del self._calls[unsent.call.call_id]
+            unsent.call.break_off(error)
+            return 0
+        if unsent.timeout_s is not None:
+            carried.timeout_s = unsent.timeout_s
+        for key, value in unsent.metadata:
+            carried.metadata[key] = value
+        return carried.ByteSize()
 
     def _stop(self, call: DecodeCall) -> None:
         """Gives a call up; the decode hears of it unless it ended the call itself."""
         if self._calls.pop(call.call_id, None) is not None:
             self._unsent_cancels.append(call.call_id)
-            self._something.set()
+            self._something.wake()
 
     def _fail_all(self, failure: Failure) -> None:
         calls = list(self._calls.values())
@@ -236,7 +272,6 @@ class DecodeStream:
         self._unsent.clear()
         self._unsent_cancels.clear()
         self._unsent_asks.clear()
-        self._something.clear()
         for call in calls:
             call.end(failure)
 

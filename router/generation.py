@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-import secrets
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import TypeVar
 
 from graftline.errors import (
@@ -65,6 +66,89 @@ class Generation:
         return delta
 
 
+class _Running:
+    """The choices of an admitted request, under way for as long as the block is open.
+
+    Args:
+        outboxes: holds the request's as long.
+        observers: of each plan; they see the end.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        outboxes: set[Outbox],
+        plans: Sequence[Plan],
+        observers: Sequence[RequestObserver],
+        deadline: float | None,
+        span: Span,
+    ) -> None:
+        self._metrics = metrics
+        self._outboxes = outboxes
+        self._observers = observers
+        self._request_id = request_id = os.urandom(16).hex()
+        span.set({"graftline.request_id": request_id})
+        self._model = plans[0].model
+        seats = [
+            (plan, observer, number)
+            for plan, observer in zip(plans, observers, strict=True)
+            for number in range(plan.parameters.num_choices)
+        ]
+        self._outbox = outbox = Outbox(len(seats), fleet.limits.max_unread_tokens)
+        self._runs = [
+            ChoiceRun(
+                fleet,
+                plan,
+                Seat(index, number, request_id if len(seats) == 1 else f"{request_id}.{index}"),
+                deadline,
+                outbox.put,
+                observer,
+                span,
+            )
+            for index, (plan, observer, number) in enumerate(seats)
+        ]
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Generation:
+        self._outboxes.add(self._outbox)
+        await self._tasks.__aenter__()
+        self._running = [self._tasks.create_task(_run(run, self._outbox)) for run in self._runs]
+        return Generation(self._request_id, self._model, len(self._runs), self._outbox)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._outboxes.discard(self._outbox)
+        for task in self._running:
+            task.cancel()
+        failure = error if isinstance(error, Exception) else None
+        try:
+            # A task group would wrap a failure, which goes on as it is.
+            await self._tasks.__aexit__(*((kind, error, trace) if failure is None else (None, None, None)))
+            if failure is not None:
+                self._note(failure)
+        finally:
+            for observer in self._observers:
+                observer.ended()
+
+    def _note(self, failure: Exception) -> None:
+        if isinstance(failure, SlowConsumerError):
+            self._metrics.counter(SLOW_CONSUMERS_CUT).inc()
+        for observer in self._observers:
+            observer.failed(failure)
+
+
+async def _run(run: ChoiceRun, outbox: Outbox) -> None:
+    try:
+        await run.run()
+    except GraftlineError as error:
+        outbox.fail(error)
+    except Exception as error:
+        logger.exception("a request failed")
+        outbox.fail(InternalError(f"{type(error).__name__}: {error}"))
+
+
 class Generator:
     """Runs requests. One per router."""
 
@@ -77,7 +161,7 @@ class Generator:
         self._instruments: dict[str, ModelInstruments] = {}
         self._outboxes: set[Outbox] = set()
 
-    def models(self) -> list[ServedModel]:
+    def models(self) -> Sequence[ServedModel]:
         """What can be asked for."""
         return self._fleet.registry.models()
 
@@ -89,6 +173,8 @@ class Generator:
             PeerUnavailableError: no worker has been reached yet.
         """
         models = self.models()
+        if len(models) == 1 and name in {"", models[0].model_id}:
+            return models[0]
         if not models:
             raise PeerUnavailableError("no decode worker has been reached yet")
         named = [model for model in models if name in {"", model.model_id}]
@@ -126,78 +212,23 @@ class Generator:
         """
         received_at = time.monotonic()
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        with ExitStack() as stack:
-            span = stack.enter_context(self._fleet.tracer.start("graftline.request", carrier))
+        with self._fleet.tracer.start("graftline.request", carrier) as span, self._admission.places() as places:
             try:
                 for request in requests:
                     validation.check_request_id(request.request_id)
-                    stack.enter_context(self._admission.admit(request.request_id))
+                    places.take(request.request_id)
                 with span.child("graftline.tokenize"):
                     fields = prompt_fields or (None,) * len(requests)
                     plans = [await self._plan(request, field) for request, field in zip(requests, fields, strict=True)]
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
                 raise
-            observers = [RequestObserver(self._instruments_of(plan.model), received_at) for plan in plans]
-            for observer in observers:
-                stack.callback(observer.ended)
             if span.is_recording:
                 span.set(request_attributes(plans))
-            async with self._running(list(zip(plans, observers, strict=True)), deadline, span) as generation:
+            observers = [RequestObserver(self._instruments_of(plan.model), received_at) for plan in plans]
+            running = _Running(self._fleet, self._metrics, self._outboxes, plans, observers, deadline, span)
+            async with running as generation:
                 yield generation
-
-    @asynccontextmanager
-    async def _running(
-        self, planned: Sequence[tuple[Plan, RequestObserver]], deadline: float | None, span: Span
-    ) -> AsyncIterator[Generation]:
-        request_id = secrets.token_hex(16)
-        span.set({"graftline.request_id": request_id})
-        choices = [(plan, observer, seat) for plan, observer in planned for seat in range(plan.parameters.num_choices)]
-        outbox = Outbox(len(choices), self._fleet.limits.max_unread_tokens)
-        self._outboxes.add(outbox)
-        failure: Exception | None = None
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    self._run(
-                        ChoiceRun(
-                            self._fleet,
-                            plan,
-                            Seat(index, seat, request_id if len(choices) == 1 else f"{request_id}.{index}"),
-                            deadline,
-                            outbox.put,
-                            observer,
-                            span,
-                        ),
-                        outbox,
-                    )
-                )
-                for index, (plan, observer, seat) in enumerate(choices)
-            ]
-            try:
-                yield Generation(request_id, planned[0][0].model, len(choices), outbox)
-            except Exception as error:
-                # Raised again below: a task group would wrap it.
-                failure = error
-            finally:
-                self._outboxes.discard(outbox)
-                for task in running:
-                    task.cancel()
-        if failure is not None:
-            if isinstance(failure, SlowConsumerError):
-                self._metrics.counter(SLOW_CONSUMERS_CUT).inc()
-            for _, observer in planned:
-                observer.failed(failure)
-            raise failure
-
-    async def _run(self, run: ChoiceRun, outbox: Outbox) -> None:
-        try:
-            await run.run()
-        except GraftlineError as error:
-            outbox.fail(error)
-        except Exception as error:
-            logger.exception("a request failed")
-            outbox.fail(InternalError(f"{type(error).__name__}: {error}"))
 
     async def _plan(self, request: GenerateRequest, field: str | None) -> Plan:
         model = self.model_named(request.model)

@@ -23,10 +23,11 @@ from graftline.router.model import UnknownModelError
 from graftline.router.openai.answer import Answer
 from graftline.router.openai.errors import error_body, error_headers, http_status
 from graftline.router.openai.request import OpenAiRequest, chat_request, completion_request
+from graftline.router.outbox import client_guard
 from graftline.router.registry import Registry
 from graftline.router.vllm_counters import is_scraper, vllm_exposition
-from graftline.router.write_guard import WriteGuard
 from graftline.tracing import Carrier
+from graftline.write_guard import WriteGuard
 
 Translate = Callable[[bytes], OpenAiRequest]
 
@@ -166,7 +167,7 @@ class _Completion(Response):
                 async with self._generator.open(
                     self._request.requests, None, self._carrier, self._request.prompt_fields
                 ) as generation:
-                    with WriteGuard(self._write_timeout_s) as guard:
+                    with client_guard(self._write_timeout_s) as guard:
                         await self._answer(generation, guard, send)
             except GraftlineError:
                 raise

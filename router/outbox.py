@@ -1,14 +1,20 @@
 """Between the tasks that generate and the one that writes to the client: bounded, and never waited on when full."""
 
-import asyncio
 from collections import deque
 
 from graftline.errors import GraftlineError, OutOfCapacityError
 from graftline.router.transcript import Delta
+from graftline.wakeup import Wakeup
+from graftline.write_guard import WriteGuard
 
 
 class SlowConsumerError(OutOfCapacityError):
     """The client reads too slowly."""
+
+
+def client_guard(timeout_s: float) -> WriteGuard:
+    """Around the messages to a client: one that takes longer over one than so many seconds is cut."""
+    return WriteGuard(timeout_s, SlowConsumerError, "the client did not take a message")
 
 
 class Outbox:
@@ -24,7 +30,7 @@ class Outbox:
         self._waiting: deque[Delta] = deque()
         self._num_unread_tokens = 0
         self._error: GraftlineError | None = None
-        self._something = asyncio.Event()
+        self._something = Wakeup()
 
     def put(self, delta: Delta) -> None:
         """Adds a delta.
@@ -38,13 +44,13 @@ class Outbox:
                 f"the client reads too slowly: {self._num_unread_tokens} tokens wait, {self._max_unread_tokens} may"
             )
         self._waiting.append(delta)
-        self._something.set()
+        self._something.wake()
 
     def fail(self, error: GraftlineError) -> None:
         """The request failed; the first error counts. Deltas that wait are delivered: all of them are an answer."""
         if self._error is None:
             self._error = error
-        self._something.set()
+        self._something.wake()
 
     async def get(self) -> Delta | None:
         """The next delta; None after the last choice has finished.
@@ -57,7 +63,6 @@ class Outbox:
                 return None
             if self._error is not None:
                 raise self._error
-            self._something.clear()
             await self._something.wait()
         delta = self._merged()
         self._num_unread_tokens -= len(delta.token_ids)

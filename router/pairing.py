@@ -1,6 +1,6 @@
 """Which prefill and decode may serve a request together, and one attempt's hold on such a pair."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -34,10 +34,15 @@ def mismatched_fields(prefill: Worker, decode: Worker) -> tuple[str, ...]:
     """Names of the fingerprint fields in which two workers differ; empty when they may be paired."""
     if prefill.description is None or decode.description is None:
         return ("description",)
-    ours, theirs = prefill.description.fingerprint, decode.description.fingerprint
-    if ours == theirs:
+    if prefill.description.fit == decode.description.fit:
         return ()
+    ours, theirs = prefill.description.fingerprint, decode.description.fingerprint
     return tuple(sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)))
+
+
+def _fit(worker: Worker) -> str | None:
+    """Equal for a prefill and a decode that may be paired; None, which fits no decode, before it has said."""
+    return worker.description.fit if worker.description else None
 
 
 def serves(worker: Worker, model: ServedModel) -> bool:
@@ -49,36 +54,34 @@ class Pairing:
     """Picks pairs: first a decode that has a usable prefill, then the prefill."""
 
     def __init__(self, policies: dict[Role, Policy]) -> None:
-        self._policies = policies
+        self._prefills = policies[Role.PREFILL]
+        self._decodes = policies[Role.DECODE]
 
     def pick(
         self, workers: Iterable[Worker], model: ServedModel, demand: Demand, excluded: set[WorkerKey]
     ) -> Pair | None:
         """The pair for a request, or None when no two available, compatible workers can hold it."""
-        usable = [worker for worker in workers if worker.is_available and not worker.is_full]
-        if excluded:
-            usable = [worker for worker in usable if worker_key(worker) not in excluded]
-        prefills = [worker for worker in usable if worker.role is Role.PREFILL and _holds_prompt(worker, demand)]
-        decodes = [
-            worker
-            for worker in usable
-            if worker.role is Role.DECODE
-            and serves(worker, model)
-            and _holds_all(worker, demand)
-            and any(not mismatched_fields(prefill, worker) for prefill in prefills)
-        ]
+        prefills: list[Worker] = []
+        decodes: list[Worker] = []
+        for worker in workers:
+            if not worker.is_available or worker.is_full or (excluded and worker_key(worker) in excluded):
+                continue
+            if worker.role is Role.PREFILL:
+                if _holds_prompt(worker, demand):
+                    prefills.append(worker)
+            elif serves(worker, model) and _holds_all(worker, demand):
+                decodes.append(worker)
+        fits = {_fit(prefill) for prefill in prefills}
+        decodes = [decode for decode in decodes if _fit(decode) in fits]
         if not decodes:
             return None
-        decode = self._choose(Role.DECODE, decodes, demand)
-        partners = [prefill for prefill in prefills if not mismatched_fields(prefill, decode)]
-        return Pair(self._choose(Role.PREFILL, partners, demand), decode)
+        decode = self._decodes.pick(decodes, demand)
+        partners = [prefill for prefill in prefills if _fit(prefill) == _fit(decode)]
+        return Pair(self._prefills.pick(partners, demand), decode)
 
     def forget(self, worker: Worker) -> None:
         """The worker restarted or is gone."""
-        self._policies[worker.role].forget(worker)
-
-    def _choose(self, role: Role, candidates: Sequence[Worker], demand: Demand) -> Worker:
-        return self._policies[role].pick(candidates, demand)
+        (self._prefills if worker.role is Role.PREFILL else self._decodes).forget(worker)
 
 
 class Claim:

@@ -1,16 +1,42 @@
 """A client's request as checked values: what it asks for, and what that comes to once the prompt is known."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graftline.errors import InvalidRequestError
 from graftline.proto import validation
-from graftline.proto.v1.common_pb2 import SamplingParams, StoppingParams
+from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest
 from graftline.proto.v1.router_pb2 import GenerateRequest
 from graftline.router.model import ServedModel
 
 _MASK_64 = (1 << 64) - 1
+
+
+def _temperature(given: float) -> float:
+    """Greedy when it is too small to tell from greedy."""
+    return 0.0 if 0 <= given < validation.MIN_TEMPERATURE else given
+
+
+def _top_k(given: int) -> int:
+    """-1 and 0 are no limit."""
+    return 0 if given == -1 else given
+
+
+# What holds for single fields of a request: their values, and the size of the vocabulary.
+_CHECKS: dict[str, Callable[[Any, int], None]] = {
+    "temperature": lambda value, _: validation.check_temperature(_temperature(value)),
+    "top_k": lambda value, _: validation.check_top_k(_top_k(value)),
+    "top_p": lambda value, _: validation.check_top_p(value),
+    "min_p": lambda value, _: validation.check_min_p(value),
+    "logit_bias": validation.check_logit_bias,
+    "max_tokens": lambda value, _: validation.check_max_tokens(value),
+    "stop": lambda value, _: validation.check_stop_strings(value),
+    "stop_token_ids": validation.check_stop_token_ids,
+    "logprobs": lambda value, _: validation.check_logprobs(value),
+    "n": lambda value, _: validation.check_num_choices(value),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,41 +71,33 @@ class Parameters:
         Raises:
             InvalidRequestError: naming the field and the value.
         """
-        temperature = request.temperature if request.HasField("temperature") else 1.0
-        if 0 <= temperature < validation.MIN_TEMPERATURE:
-            temperature = 0.0
-        validation.check_temperature(temperature)
-        top_k = max(request.top_k, 0) if request.top_k >= -1 else request.top_k
-        validation.check_top_k(top_k)
-        top_p = request.top_p if request.HasField("top_p") else 1.0
-        validation.check_top_p(top_p)
-        validation.check_min_p(request.min_p)
-        validation.check_logit_bias(request.logit_bias, model.vocab_size)
-        max_tokens = request.max_tokens if request.HasField("max_tokens") else None
-        if max_tokens is not None:
-            validation.check_max_tokens(max_tokens)
-        validation.check_min_tokens(request.min_tokens, validation.MAX_MAX_TOKENS if max_tokens is None else max_tokens)
-        validation.check_stop_strings(request.stop)
-        validation.check_stop_token_ids(request.stop_token_ids, model.vocab_size)
-        logprobs = request.logprobs if request.HasField("logprobs") else None
-        validation.check_logprobs(logprobs)
-        num_choices = request.n if request.HasField("n") else 1
-        validation.check_num_choices(num_choices)
+        # Only what is given is looked at: requests set few of the fields, and asking for one costs more than its check.
+        given: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
+        for name, value in given.items():
+            check = _CHECKS.get(name)
+            if check is not None:
+                check(value, model.vocab_size)
+        get = given.get
+        max_tokens, min_tokens = get("max_tokens"), get("min_tokens", 0)
+        if min_tokens:
+            most = validation.MAX_MAX_TOKENS if max_tokens is None else max_tokens
+            validation.check_min_tokens(min_tokens, most)
+        seed, logprobs = get("seed"), get("logprobs")
         return cls(
-            temperature=temperature,
-            top_k=min(top_k, model.vocab_size),
-            top_p=top_p,
-            min_p=request.min_p,
-            seed=request.seed if request.HasField("seed") else secrets.randbits(64),
-            logit_bias=tuple(request.logit_bias.items()),
+            temperature=_temperature(get("temperature", 1.0)),
+            top_k=min(_top_k(get("top_k", 0)), model.vocab_size),
+            top_p=get("top_p", 1.0),
+            min_p=get("min_p", 0.0),
+            seed=secrets.randbits(64) if seed is None else seed,
+            logit_bias=tuple(get("logit_bias", {}).items()),
             max_tokens=max_tokens,
-            min_tokens=request.min_tokens,
-            ignore_eos=request.ignore_eos,
-            stop=tuple(request.stop),
-            stop_token_ids=tuple(request.stop_token_ids),
+            min_tokens=min_tokens,
+            ignore_eos=get("ignore_eos", False),
+            stop=tuple(get("stop", ())),
+            stop_token_ids=tuple(get("stop_token_ids", ())),
             logprobs=None if logprobs is None else min(logprobs, model.vocab_size),
-            num_choices=num_choices,
-            keep_special_tokens=request.keep_special_tokens,
+            num_choices=get("n", 1),
+            keep_special_tokens=get("keep_special_tokens", False),
         )
 
 
@@ -132,26 +150,25 @@ class Plan:
         eos = frozenset() if parameters.ignore_eos else model.eos_token_ids
         return cls(model, tuple(prompt_ids), parameters, max_tokens, eos | frozenset(parameters.stop_token_ids))
 
-    def sampling(self, choice: int) -> SamplingParams:
-        """Sampling parameters of one choice."""
+    def fill(self, request: DecodeServiceGenerateRequest, choice: int) -> None:
+        """Writes what is the same for every attempt of a choice into a request that has none of it."""
         p = self.parameters
-        return SamplingParams(
-            temperature=p.temperature,
-            top_k=p.top_k,
-            top_p=p.top_p,
-            min_p=p.min_p,
-            seed=choice_seed(p.seed, choice),
-            logit_bias=dict(p.logit_bias),
-        )
-
-    def stopping(self) -> StoppingParams:
-        """Stopping parameters of every choice and attempt."""
-        return StoppingParams(
-            max_tokens=self.max_tokens,
-            min_tokens=self.parameters.min_tokens,
-            ignore_eos=self.parameters.ignore_eos,
-            stop_token_ids=self.parameters.stop_token_ids,
-        )
+        request.num_prompt_tokens = len(self.prompt_ids)
+        sampling = request.sampling
+        sampling.temperature = p.temperature
+        sampling.top_k = p.top_k
+        sampling.top_p = p.top_p
+        sampling.min_p = p.min_p
+        sampling.seed = choice_seed(p.seed, choice)
+        for token_id, bias in p.logit_bias:
+            sampling.logit_bias[token_id] = bias
+        stopping = request.stopping
+        stopping.max_tokens = self.max_tokens
+        stopping.min_tokens = p.min_tokens
+        stopping.ignore_eos = p.ignore_eos
+        stopping.stop_token_ids.extend(p.stop_token_ids)
+        if p.logprobs is not None:
+            request.logprobs = p.logprobs
 
 
 def choice_seed(seed: int, choice: int) -> int:

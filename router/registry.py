@@ -61,20 +61,26 @@ class Registry:
         self._changed = asyncio.Event()
         # Longest request and longest prompt by model card; forgotten when a description changes.
         self._max_tokens: dict[str, tuple[int, int]] = {}
+        # The model of all decodes, if they have one: it is asked for by every request, and forgotten likewise.
+        self._only_model: tuple[ServedModel, ...] = ()
 
     @property
     def workers(self) -> Iterable[Worker]:
         """Every worker that is listed now."""
         return self._workers.values()
 
-    def models(self) -> list[ServedModel]:
+    def models(self) -> Sequence[ServedModel]:
         """Models of the decodes that may be used now, or could be a moment ago; one a card."""
+        if self._only_model:
+            return self._only_model
         found: dict[str, ServedModel] = {}
         decodes = [w for w in self._workers.values() if w.role is Role.DECODE and w.description]
         for worker in sorted(decodes, key=lambda w: not w.is_available):
             if worker.description:
                 found.setdefault(worker.description.model.card_hash, worker.description.model)
-        return list(found.values())
+        models = tuple(found.values())
+        self._only_model = models if len(models) == 1 else ()
+        return models
 
     def max_request_tokens(self, model: ServedModel) -> int:
         """Longest prompt plus output the model and any known decode of it can hold."""
@@ -92,6 +98,11 @@ class Registry:
             known = min(model.context_length, longest[0]), min(model.context_length, longest[1])
             self._max_tokens[model.card_hash] = known
         return known
+
+    def _forget_models(self) -> None:
+        """What was found out about them may have changed."""
+        self._max_tokens.clear()
+        self._only_model = ()
 
     def _described(self, role: Role) -> Iterable[Description]:
         return (w.description for w in self._workers.values() if w.role is role and w.description)
@@ -146,7 +157,7 @@ class Registry:
             listed.update({(Role.DECODE, address): None for address in lists.decode})
         for key in self._workers.keys() - listed.keys():
             worker = self._workers.pop(key)
-            self._max_tokens.clear()
+            self._forget_models()
             worker.refuses_new("no longer listed")
             self._retired.add(worker)
             self._announce(worker)
@@ -204,7 +215,7 @@ class Registry:
         if description.identity.incarnation != worker.incarnation:
             self._forget(worker)
         worker.described(description)
-        self._max_tokens.clear()
+        self._forget_models()
 
     async def _ask_description(self, worker: Worker) -> Description:
         known = worker.description.model.card_hash if worker.description else ""

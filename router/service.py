@@ -16,9 +16,9 @@ from graftline.proto.v1.router_pb2 import (
 from graftline.proto.v1.router_pb2_grpc import RouterServiceServicer
 from graftline.router.admission import Admission
 from graftline.router.generation import Generation, Generator
+from graftline.router.outbox import client_guard
 from graftline.router.registry import Registry
 from graftline.router.transcript import Delta
-from graftline.router.write_guard import WriteGuard
 
 
 class RouterService(RouterServiceServicer):
@@ -33,7 +33,7 @@ class RouterService(RouterServiceServicer):
     async def Generate(self, request: GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         """Streams what is generated; a client that takes too long over a message is cut."""
         async with rpc_border(context), self._opened(request, context) as generation:
-            with WriteGuard(self._write_timeout_s) as guard:
+            with client_guard(self._write_timeout_s) as guard:
                 async for delta in generation:
                     guard.writing()
                     await context.write(_response(generation.request_id, delta))

@@ -1,7 +1,7 @@
 """What a router tells about a request in its spans. Attribute names follow OpenTelemetry's where it has one."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from graftline.errors import GraftlineError
 from graftline.proto.channel import Metadata
@@ -42,7 +42,7 @@ class ChoiceTrace:
         if not self._request.is_recording:
             # Not sampled, or off: the decode is told so and asks nobody itself.
             self._attempt = self._request
-            return nullcontext()
+            return NO_SPAN
         attributes: dict[str, Value] = {
             "graftline.choice": self._choice,
             "graftline.attempt": number,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -40,23 +40,27 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a worker said about itself; valid for one incarnation."""
+    """What a worker said about itself; valid for one incarnation. What every request asks for is worked out once.
+
+    Attributes:
+        fit: equal for workers with equal fingerprints, and only for those.
+        page_size: token positions a page; 1 when the worker does not say.
+        draft_nodes: nodes of a draft tree, root included; 0 without speculation.
+    """
 
     identity: WorkerIdentity
     fingerprint: Mapping[str, str]
     model: ServedModel
     limits: Limits
     num_stages: int
+    fit: str = field(init=False)
+    page_size: int = field(init=False)
+    draft_nodes: int = field(init=False)
 
-    @property
-    def page_size(self) -> int:
-        """Token positions a page; 1 when the worker does not say."""
-        return _count(self.fingerprint.get("page_size"), 1)
-
-    @property
-    def draft_nodes(self) -> int:
-        """Nodes of a draft tree, root included; 0 without speculation."""
-        return _count(self.fingerprint.get("draft_nodes"), 0)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fit", repr(sorted(self.fingerprint.items())))
+        object.__setattr__(self, "page_size", _count(self.fingerprint.get("page_size"), 1))
+        object.__setattr__(self, "draft_nodes", _count(self.fingerprint.get("draft_nodes"), 0))
 
     @classmethod
     def of(cls, response: DescribeResponse, model: ServedModel) -> "Description":

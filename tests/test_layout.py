@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "graftline"
 FOLDERS = ("proto", "kernels", "engine", "kv_transfer", "prefill_server", "decode_server", "router", "bench")
 # These know nothing of ours but errors and may be imported by all.
-COMMON = {"errors", "garbage", "metrics", "tracing"}
+COMMON = {"errors", "garbage", "metrics", "tracing", "wakeup", "write_guard"}
 ALLOWED = {
     "proto": set(),
     "kernels": set(),

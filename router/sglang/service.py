@@ -24,12 +24,12 @@ from graftline.proto.server import RpcServer
 from graftline.proto.status import rpc_border
 from graftline.router.admission import Admission
 from graftline.router.generation import Generation, Generator
+from graftline.router.outbox import client_guard
 from graftline.router.registry import Registry
 from graftline.router.sglang.answer import SglangAnswer
 from graftline.router.sglang.request import own_request
 from graftline.router.sglang.tokenizer_files import chunks, tokenizer_files, write_missing, zipped
 from graftline.router.worker import Role, Worker
-from graftline.router.write_guard import WriteGuard
 
 SERVICE_NAME = "sglang.grpc.scheduler.SglangScheduler"
 
@@ -64,7 +64,7 @@ class SglangService(pb2_grpc.SglangSchedulerServicer):  # type: ignore[misc]
             answer = SglangAnswer(request.request_id, len(own.tokens.token_ids), is_stream=request.stream)
             opened = self._generator.open([own], context.time_remaining(), context.invocation_metadata())
             async with opened as generation:
-                with self._abortable(request.request_id, generation), WriteGuard(self._write_timeout_s) as guard:
+                with self._abortable(request.request_id, generation), client_guard(self._write_timeout_s) as guard:
                     async for message in _messages(generation, answer):
                         guard.writing()
                         await context.write(message)

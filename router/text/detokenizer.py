@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from graftline.router.text.tokenizer import TextTokenizer
 
 TokenBytes = Callable[[int], bytes]
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
@@ -72,7 +73,7 @@ class _ByteDetokenizer:
         self._token_bytes = token_bytes
         self._skipped = skipped
         self._at_start = strips_first_space
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = _Utf8Decoder(errors="replace")
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:

@@ -7,13 +7,18 @@ processor time of the process that a call goes to, for one request: unlike laten
 machine does. Run:
 
     python tests/router/measure_overhead.py [--requests 2000] [--concurrency 1] [--prompt-chars 200] [--tokens 4]
+
+With `--beside CHECKOUT` the router of another checkout takes its turns as well: the only way to compare two of them on
+a machine that changes its speed.
 """
 
 import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -37,11 +42,11 @@ from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest
 from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
 from graftline.proto.v1.router_pb2 import GenerateRequest
 from graftline.proto.v1.router_pb2_grpc import RouterServiceStub
-from graftline.router.config import RouterConfig, WorkerLists
-from graftline.router.server import running_router
+from graftline.worker.process import READY_FD_VARIABLE
 
 Sample = tuple[float, float]
 SPAWN = multiprocessing.get_context("spawn")
+SOURCES = Path(__file__).resolve().parents[2]
 # Calls of one kind in a row.
 TURN = 20
 WARM_UP_TURNS = 5
@@ -65,16 +70,24 @@ def run_workers(pipe: Connection) -> None:
     run_like_the_command(main())
 
 
-def run_router(pipe: Connection) -> None:
-    async def main() -> None:
-        addresses = pipe.recv()
-        lists = WorkerLists((addresses[0],), (addresses[1],))
-        async with running_router(RouterConfig(workers=lists, drain_grace_s=0)) as router:
-            await router.wait_until_usable(10)
-            pipe.send(router.address)
-            await asyncio.to_thread(pipe.recv)
+class RouterProcess:
+    """`graftline router` of a checkout, as its users run it."""
 
-    run_like_the_command(main())
+    def __init__(self, checkout: Path, prefill_address: str, decode_address: str) -> None:
+        read_end, write_end = os.pipe()
+        environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), READY_FD_VARIABLE: str(write_end)}
+        listening = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--drain-grace-s", "0"]
+        workers = ["--prefill", prefill_address, "--decode", decode_address]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "graftline", "router", *listening, *workers], env=environment, pass_fds=(write_end,)
+        )
+        os.close(write_end)
+        with os.fdopen(read_end) as ready:
+            self.target = Target(json.loads(ready.readline())["address"], self._process.pid)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(10)
 
 
 def run_bare_call(pipe: Connection) -> None:
@@ -101,7 +114,7 @@ async def measure(arguments: argparse.Namespace, targets: dict[str, Target]) -> 
         calls: dict[str, Callable[[], Awaitable[Sample]]] = {}
         for kind, target in targets.items():
             channel = await stack.enter_async_context(open_channel(target.address))
-            if kind == "routed":
+            if kind in {"routed", "beside"}:
                 calls[kind] = partial(call, RouterServiceStub(channel).Generate, routed_request(arguments))
             else:
                 calls[kind] = partial(call, DecodeServiceStub(channel).Generate, direct_request(arguments))
@@ -109,12 +122,15 @@ async def measure(arguments: argparse.Namespace, targets: dict[str, Target]) -> 
         num_turns = max(1, arguments.requests // (rounds_a_turn * arguments.concurrency))
         samples: dict[str, list[Sample]] = {kind: [] for kind in calls}
         cpu_s = dict.fromkeys(calls, 0.0)
+        kinds = list(calls)
         for number in range(-WARM_UP_TURNS, num_turns):
-            for kind, one in calls.items():
+            # Forwards and backwards, with another first one each time: who comes behind whom counts for a few percent.
+            kinds = [*kinds[1:], kinds[0]]
+            for kind in kinds if number % 2 else kinds[::-1]:
                 before_s = used_cpu_s(targets[kind].pid)
                 taken: list[Sample] = []
                 for _ in range(rounds_a_turn):
-                    taken += await asyncio.gather(*(one() for _ in range(arguments.concurrency)))
+                    taken += await asyncio.gather(*(calls[kind]() for _ in range(arguments.concurrency)))
                 if number >= 0:
                     samples[kind] += taken
                     cpu_s[kind] += used_cpu_s(targets[kind].pid) - before_s
@@ -181,6 +197,7 @@ def main() -> None:
     parser.add_argument("--prompt-chars", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--round-ms", type=float, default=2.0)
+    parser.add_argument("--beside", type=Path, help="root of another checkout")
     arguments = parser.parse_args()
     processes: list[tuple[Connection, SpawnProcess]] = []
 
@@ -195,13 +212,18 @@ def main() -> None:
 
     addresses, worker_pid = start(run_workers, arguments.round_ms / 1000)
     targets = {"direct": Target(addresses[1], worker_pid)}
-    for kind, run in (("routed", run_router), ("bare_call", run_bare_call), ("bare_stream", run_bare_stream)):
+    checkouts = {"routed": SOURCES} | ({"beside": arguments.beside} if arguments.beside else {})
+    routers = {kind: RouterProcess(checkout, *addresses) for kind, checkout in checkouts.items()}
+    targets |= {kind: router.target for kind, router in routers.items()}
+    for kind, run in (("bare_call", run_bare_call), ("bare_stream", run_bare_stream)):
         targets[kind] = Target(*start(run, addresses))
     figures = asyncio.run(measure(arguments, targets))
+    for router in routers.values():
+        router.stop()
     for pipe, process in reversed(processes):
         pipe.send("stop")
         process.join(10)
-    print(json.dumps({**vars(arguments), **figures}, indent=2))
+    print(json.dumps({**vars(arguments), **figures}, indent=2, default=str))
 
 
 if __name__ == "__main__":

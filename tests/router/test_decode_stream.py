@@ -107,7 +107,7 @@ async def test_what_ends_a_stream_is_no_fault_of_its_calls(code: grpc.StatusCode
     stream = DecodeStream(DecodeServiceStub(channel), ())
     running = asyncio.create_task(stream.run())
     try:
-        call = stream.call(message(), lambda _: None, None, ())
+        call = stream.call(fill, lambda _: None, None, ())
         failure = await asyncio.wait_for(call.ended, 5)
         assert failure is not None
         assert failure.code is expected
@@ -139,7 +139,7 @@ async def test_a_call_that_the_decode_lost_ends() -> None:
         stream = DecodeStream(DecodeServiceStub(channel), (), ask_after_s=0.05)
         running = asyncio.create_task(stream.run())
         try:
-            known, lost = (stream.call(message(), lambda _: None) for _ in range(2))
+            known, lost = (stream.call(fill, lambda _: None) for _ in range(2))
             failure = await asyncio.wait_for(lost.ended, 5)
             assert failure is not None
             assert failure.code is grpc.StatusCode.UNAVAILABLE
@@ -161,18 +161,19 @@ async def test_the_stream_carries_the_bearer_token() -> None:
 # --- without a router --------------------------------------------------------------------------------------------
 
 
-def message(max_tokens: int = 4) -> DecodeServiceGenerateRequest:
-    asked = DecodeServiceGenerateRequest(
-        request_id="r", attempt=1, prefill_address="127.0.0.1:1", token_ids=IDS, num_prompt_tokens=len(IDS)
-    )
-    asked.sampling.top_p = 1
-    asked.stopping.max_tokens = max_tokens
-    return asked
+def fill(request: DecodeServiceGenerateRequest) -> None:
+    request.request_id = "r"
+    request.attempt = 1
+    request.prefill_address = "127.0.0.1:1"
+    request.token_ids.extend(IDS)
+    request.num_prompt_tokens = len(IDS)
+    request.sampling.top_p = 1
+    request.stopping.max_tokens = 4
 
 
 async def ended(stream: DecodeStream, take: Any, **fields: Any) -> Any:
     running = asyncio.create_task(stream.run())
-    call = stream.call(message(), take, **fields)
+    call = stream.call(fill, take, **fields)
     try:
         return await asyncio.wait_for(call.ended, 2)
     finally:
@@ -193,7 +194,7 @@ async def test_a_call_that_comes_after_the_end_fails() -> None:
         await asyncio.sleep(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        failure = await stream.call(message(), lambda _: None).ended
+        failure = await stream.call(fill, lambda _: None).ended
     assert failure is not None
     assert isinstance(failure.error, PeerUnavailableError)
 
@@ -217,13 +218,50 @@ async def test_a_call_that_cannot_take_a_message_leaves_the_others_alone() -> No
         def refuse(_: DecodeServiceGenerateResponse) -> None:
             raise RuntimeError("no room")
 
-        bad, good = stream.call(message(), refuse), stream.call(message(), taken.append)
+        bad, good = stream.call(fill, refuse), stream.call(fill, taken.append)
         with pytest.raises(RuntimeError, match="no room"):
             await bad.ended
         bad.finish()
         assert await good.ended is None
         good.finish()
         assert sum(len(response.tokens.token_ids) for response in taken) == 4
+        running.cancel()
+        await worker.stop()
+
+
+async def test_a_call_that_cannot_be_written_leaves_the_others_alone() -> None:
+    """They share the message that would have carried it."""
+    worker = await decode().start()
+    async with open_channel(worker.address) as channel:
+        stream = DecodeStream(DecodeServiceStub(channel), ())
+        running = asyncio.create_task(stream.run())
+
+        def half(request: DecodeServiceGenerateRequest) -> None:
+            fill(request)
+            raise ValueError("no such number")
+
+        bad, good = stream.call(half, lambda _: None), stream.call(fill, lambda _: None)
+        with pytest.raises(ValueError, match="no such number"):
+            await bad.ended
+        bad.finish()
+        assert await good.ended is None
+        good.finish()
+        assert len(worker.requests) == 1
+        assert worker.num_received == 1, "no cancel of what was never sent"
+        running.cancel()
+        await worker.stop()
+
+
+async def test_a_call_that_was_given_up_before_it_left_is_never_written() -> None:
+    worker = await decode().start()
+    async with open_channel(worker.address) as channel:
+        stream = DecodeStream(DecodeServiceStub(channel), ())
+        running = asyncio.create_task(stream.run())
+        written: list[str] = []
+        stream.call(lambda _: written.append("given up"), lambda _: None).finish()
+        assert await stream.call(fill, lambda _: None).ended is None
+        assert not written
+        assert len(worker.requests) == 1
         running.cancel()
         await worker.stop()
 
@@ -239,9 +277,9 @@ async def test_a_message_that_cannot_be_written_costs_one_stream(monkeypatch: py
 
         with monkeypatch.context() as patch:
             patch.setattr(DecodeStream, "_next_message", fail)
-            failure = await asyncio.wait_for(stream.call(message(), lambda _: None).ended, 2)
+            failure = await asyncio.wait_for(stream.call(fill, lambda _: None).ended, 2)
         assert failure is not None
         assert isinstance(failure.error, PeerUnavailableError)
-        assert await asyncio.wait_for(stream.call(message(), lambda _: None).ended, 2) is None
+        assert await asyncio.wait_for(stream.call(fill, lambda _: None).ended, 2) is None
         running.cancel()
         await worker.stop()

@@ -243,39 +243,55 @@ async def test_losing_a_worker_revokes_its_claims_once_and_only_while_it_matters
     assert stopped == ["first", "late"]
 
 
+def test_workers_fit_when_their_fingerprints_are_equal() -> None:
+    """In whatever order they were written, and whatever is in them."""
+
+    def fit(fields: dict[str, str]) -> str:
+        return Description(WorkerIdentity(), fields, MODEL, Limits(), 1).fit
+
+    assert fit({"a": "1", "b": "2"}) == fit({"b": "2", "a": "1"})
+    others = [{}, {"a": "1"}, {"a": "2", "b": "1"}, {"a": "1', 'b': '2"}, {"a": "1", "b": ""}, {"a, b": "1, 2"}]
+    assert len({fit(fields) for fields in [{"a": "1", "b": "2"}, *others]}) == 7
+
+
 # --- admission, outbox, figures -------------------------------------------------------------------------------
 
 
 async def test_admission_is_bounded_and_labels_are_unique() -> None:
     admission = Admission(2, 0.5)
     assert await admission.wait_until_idle(0)
-    with admission.admit("a"), admission.admit(""):
-        with pytest.raises(OutOfCapacityError) as full, admission.admit("c"):
-            pass
+    with admission.places() as places:
+        places.take("a")
+        places.take("")
+        with pytest.raises(OutOfCapacityError) as full:
+            places.take("c")
         assert full.value.retry_after_s == 0.5
         assert not await admission.wait_until_idle(0.01)
-    with admission.admit("a"), pytest.raises(InvalidRequestError, match="'a'"), admission.admit("a"):
-        pass
-    with admission.admit("a"):
-        pass
+    assert admission.num_open == 0
+    with admission.places() as places:
+        places.take("a")
+        with admission.places() as others, pytest.raises(InvalidRequestError, match="'a'"):
+            others.take("a")
+        assert admission.num_open == 1, "who was refused gives nothing back"
+    with admission.places() as places:
+        places.take("a")
     admission.is_draining = True
-    with pytest.raises(PeerUnavailableError), admission.admit("d"):
-        pass
+    with admission.places() as places, pytest.raises(PeerUnavailableError):
+        places.take("d")
     assert admission.num_open == 0
 
 
 async def test_admission_over_time_is_bounded_with_an_exact_hint() -> None:
     clock = Clock()
     admission = Admission(100, 1, RateLimit(4.0, clock))
-    for _ in range(4):
-        with admission.admit(""):
-            pass
-    with pytest.raises(OutOfCapacityError) as caught, admission.admit("x"):
-        pass
-    assert caught.value.retry_after_s == pytest.approx(0.25)
-    clock.now_s += 0.25
-    with admission.admit("x"):
-        pass
+    with admission.places() as places:
+        for _ in range(4):
+            places.take("")
+        with pytest.raises(OutOfCapacityError) as caught:
+            places.take("x")
+        assert caught.value.retry_after_s == pytest.approx(0.25)
+        clock.now_s += 0.25
+        places.take("x")
     assert admission.num_open == 0
 
 

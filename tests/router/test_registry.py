@@ -78,6 +78,24 @@ async def test_a_restarted_worker_is_forgotten_described_anew_and_serves_soon() 
         assert worker.known_hashes[-1] == worker.card.card_hash, "the card is not sent twice"
 
 
+async def test_a_restart_may_bring_another_model() -> None:
+    """What is remembered for every request is forgotten with the worker that said it."""
+    worker = decode()
+    async with harness(prefill(), worker) as h:
+        await h.answer(text=PROMPT, max_tokens=4)
+        assert h.router.registry.models() is h.router.registry.models(), "asked for by every request"
+        worker.card = model_card(model_id="other", context_length=100)
+        await worker.restart("two")
+        await until(lambda: [model.model_id for model in h.router.generator.models()] == ["other"], 5)
+        await until(h.router.registry.has_pair, 5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await h.answer(text=PROMPT, model="tiny")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match="100 tokens"):
+            await h.answer(text="x" * 200)
+        assert (await h.answer(text=PROMPT, max_tokens=4, model="other")).token_ids
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_frozen_worker_is_noticed_and_its_requests_move(role: str) -> None:
     """A worker that says nothing is hung: noticed within hang_timeout_s, its open requests go on elsewhere."""

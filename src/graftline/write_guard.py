@@ -1,21 +1,27 @@
-"""Cuts a client that takes too long over one message, with one timer a request instead of one a message."""
+"""Cuts a reader that takes too long over one message, with one timer for all messages instead of one each."""
 
 import asyncio
 from types import TracebackType
 from typing import Self
 
-from graftline.router.outbox import SlowConsumerError
+from graftline.errors import OutOfCapacityError
 
 
 class WriteGuard:
-    """Around a request's writes. `writing()` before each, `written()` after it.
+    """Around a task's writes. `writing()` before each, `written()` after it.
 
     A write that takes longer than `timeout_s` (at most twice as long) cancels the task that entered the guard, and
-    the guard turns that into SlowConsumerError.
+    the guard turns that into an error.
+
+    Args:
+        error: its class.
+        problem: its text, as far as "for … s".
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, error: type[OutOfCapacityError], problem: str) -> None:
         self._timeout_s = timeout_s
+        self._error = error
+        self._problem = problem
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
@@ -45,7 +51,7 @@ class WriteGuard:
         if self._has_cut and self._task is not None:
             still_cancelling = self._task.uncancel()
             if kind is asyncio.CancelledError and not still_cancelling:
-                raise SlowConsumerError(f"the client did not take a message for {self._timeout_s:g} s") from error
+                raise self._error(f"{self._problem} for {self._timeout_s:g} s") from error
 
     def _look(self) -> None:
         if self._is_writing and self._seen == self._writes and self._task is not None:

@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 
-from graftline.router.outbox import SlowConsumerError
-from graftline.router.write_guard import WriteGuard
+from graftline.router.outbox import SlowConsumerError, client_guard
 
 
 async def hanging_write(timeout_s: float) -> None:
-    with WriteGuard(timeout_s) as guard:
+    with client_guard(timeout_s) as guard:
         guard.writing()
         await asyncio.Event().wait()
 
@@ -23,7 +22,7 @@ async def test_a_write_that_hangs_is_cut_with_its_own_error() -> None:
 
 
 async def test_many_quick_writes_and_long_pauses_between_them_are_no_reason() -> None:
-    with WriteGuard(0.02) as guard:
+    with client_guard(0.02) as guard:
         for _ in range(6):
             guard.writing()
             await asyncio.sleep(0)
