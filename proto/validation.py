@@ -24,6 +24,8 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
+# Of a chat. Each costs the router work, and an empty one takes two bytes of a message.
+MAX_MESSAGES = 16_384
 MAX_MAX_TOKENS = 1 << 20
 MAX_REQUEST_ID_CHARS = 256
 MAX_SEED = (1 << 64) - 1
@@ -131,6 +133,12 @@ def check_num_choices(value: int, *, field: str = "n") -> None:
     """In [1, MAX_CHOICES]."""
     if not 1 <= value <= MAX_CHOICES:
         raise InvalidRequestError(field, f"{value} is not in [1, {MAX_CHOICES}]")
+
+
+def check_num_messages(value: int, *, field: str = "messages") -> None:
+    """At most MAX_MESSAGES; whether a chat needs any is its template's affair."""
+    if value > MAX_MESSAGES:
+        raise InvalidRequestError(field, f"{value} messages are more than {MAX_MESSAGES}")
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, *, field: str = "token_ids") -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from graftline.errors import GraftlineError, InternalError, InvalidRequestError, UnauthenticatedError
 from graftline.metrics import CONTENT_TYPE, REQUESTS_REFUSED, SPECULATION_ACCEPTED, SPECULATION_ROUNDS, Metrics
-from graftline.proto.channel_options import MAX_MESSAGE_BYTES
 from graftline.router.admission import Admission
 from graftline.router.generation import Generation, Generator
+from graftline.router.http_body import Bodies
 from graftline.router.model import UnknownModelError
 from graftline.router.openai.answer import Answer
 from graftline.router.openai.errors import error_body, error_headers, http_status
@@ -29,6 +29,9 @@ from graftline.router.write_guard import WriteGuard
 from graftline.tracing import Carrier
 
 Translate = Callable[[bytes], OpenAiRequest]
+
+# Bodies up to here are translated on the event loop, longer ones in a thread, beside which others are served.
+INLINE_BODY_BYTES = 16 * 1024
 
 
 class HttpApp:
@@ -50,6 +53,7 @@ class HttpApp:
         self._metrics = metrics
         self._accepted = [f"Bearer {token}".encode() for token in tokens]
         self._write_timeout_s = write_timeout_s
+        self._bodies = Bodies()
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._endpoint(chat_request), methods=["POST"]),
@@ -62,19 +66,25 @@ class HttpApp:
                 Route("/get_server_info", self._server_info),
                 Route("/server_info", self._server_info),
             ],
-            exception_handlers={HTTPException: _no_such_route},
+            exception_handlers={HTTPException: _no_such_route, Exception: _failed},
         )
+        # A redirect would go to wherever the caller's Host header says.
+        self.app.router.redirect_slashes = False
 
     def _endpoint(self, translate: Translate) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
+            is_read = False
             try:
                 self._authenticate(request)
-                translated = translate(await _body(request))
+                async with self._bodies.read(request) as body:
+                    is_read = True
+                    is_short = len(body) <= INLINE_BODY_BYTES
+                    translated = translate(body) if is_short else await asyncio.to_thread(translate, body)
                 for part in translated.requests:
                     part.request_id = request.headers.get("x-request-id", "") if len(translated.requests) == 1 else ""
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
-                return _error(error)
+                return _error(error, closes=not is_read)
             return _Completion(self._generator, translated, self._write_timeout_s, request.headers.items())
 
         return endpoint
@@ -232,20 +242,6 @@ async def _until_disconnected(receive: Receive) -> None:
         pass
 
 
-async def _body(request: Request) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size > MAX_MESSAGE_BYTES:
-                raise InvalidRequestError("body", f"is longer than {MAX_MESSAGE_BYTES} bytes")
-            pieces.append(piece)
-    except ClientDisconnect:
-        raise InvalidRequestError("body", "the client went away while sending it") from None
-    return b"".join(pieces)
-
-
 def _event(content: Any) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
@@ -261,5 +257,12 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return _json(body, error.status_code, dict(error.headers or {}))
 
 
-def _error(error: GraftlineError) -> Response:
-    return _json(error_body(error), http_status(error), error_headers(error))
+async def _failed(request: Request, error: Exception) -> Response:
+    """Our own fault, in OpenAI's shape; it is logged."""
+    return _error(InternalError(f"{type(error).__name__}: {error}"), closes=True)
+
+
+def _error(error: GraftlineError, *, closes: bool = False) -> Response:
+    """An error's response. With `closes` the connection ends behind it, as it must where a body was not read."""
+    headers = {**error_headers(error), **({"connection": "close"} if closes else {})}
+    return _json(error_body(error), http_status(error), headers)
