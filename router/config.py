@@ -86,6 +86,7 @@ class RequestConfig:
         silence_timeout_s: without a word from its decode for so long an attempt is given up; waiting in a queue counts.
         max_unread_tokens: output a slow client may leave waiting before it is cut.
         write_timeout_s: one message to a client may take this long before it is cut.
+        stream_keep_alive_s: an HTTP stream that is silent for so long carries a comment, and its status with it.
         max_prompt_chars: longer texts are refused before anything looks at them.
     """
 
@@ -100,6 +101,7 @@ class RequestConfig:
     silence_timeout_s: float = 600.0
     max_unread_tokens: int = 16_384
     write_timeout_s: float = 30.0
+    stream_keep_alive_s: float = 15.0
     max_prompt_chars: int = 32 * 1024 * 1024
     objectives: Objectives = field(default_factory=Objectives)
 

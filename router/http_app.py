@@ -12,11 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from graftline.errors import GraftlineError, InternalError, InvalidRequestError, UnauthenticatedError
 from graftline.metrics import CONTENT_TYPE, REQUESTS_REFUSED, SPECULATION_ACCEPTED, SPECULATION_ROUNDS, Metrics
 from graftline.router.admission import Admission
+from graftline.router.config import RequestConfig
+from graftline.router.event_stream import EventStream
 from graftline.router.generation import Generation, Generator
 from graftline.router.http_body import Bodies
 from graftline.router.model import UnknownModelError
@@ -45,14 +47,14 @@ class HttpApp:
         metrics: Metrics,
         *,
         tokens: Sequence[str],
-        write_timeout_s: float,
+        limits: RequestConfig,
     ) -> None:
         self._generator = generator
         self._registry = registry
         self._admission = admission
         self._metrics = metrics
         self._accepted = [f"Bearer {token}".encode() for token in tokens]
-        self._write_timeout_s = write_timeout_s
+        self._limits = limits
         self._bodies = Bodies()
         self.app = Starlette(
             routes=[
@@ -85,7 +87,7 @@ class HttpApp:
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
                 return _error(error, closes=not is_read)
-            return _Completion(self._generator, translated, self._write_timeout_s, request.headers.items())
+            return _Completion(self._generator, translated, self._limits, request.headers.items())
 
         return endpoint
 
@@ -155,86 +157,71 @@ class HttpApp:
 class _Completion(Response):
     """Runs a translated request while it answers it, and ends it when the client goes away in any phase."""
 
-    def __init__(self, generator: Generator, request: OpenAiRequest, write_timeout_s: float, carrier: Carrier) -> None:
+    def __init__(self, generator: Generator, request: OpenAiRequest, limits: RequestConfig, carrier: Carrier) -> None:
         super().__init__()
         self._generator = generator
         self._request = request
-        self._write_timeout_s = write_timeout_s
+        self._limits = limits
         self._carrier = carrier
-        self._has_started = False
+        self._has_answered = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = EventStream(send)
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(_until_disconnected(receive))
-            work = tasks.create_task(self._serve(scope, receive, send))
+            work = tasks.create_task(self._serve(scope, receive, send, events))
+            others = [watch]
+            if self._request.stream:
+                others.append(tasks.create_task(events.keep_alive(self._limits.stream_keep_alive_s)))
             watch.add_done_callback(lambda _: work.cancel())
-            work.add_done_callback(lambda _: watch.cancel())
+            work.add_done_callback(lambda _: [task.cancel() for task in others])
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, events: EventStream) -> None:
         try:
             try:
                 async with self._generator.open(
                     self._request.requests, None, self._carrier, self._request.prompt_fields
                 ) as generation:
-                    with WriteGuard(self._write_timeout_s) as guard:
-                        await self._answer(generation, guard, send)
+                    with WriteGuard(self._limits.write_timeout_s) as guard:
+                        await self._answer(generation, guard, send, events)
             except GraftlineError:
                 raise
             except Exception as error:
                 raise InternalError(f"{type(error).__name__}: {error}") from error
         except GraftlineError as failure:
             shown = self._request.as_written(failure) if isinstance(failure, InvalidRequestError) else failure
-            if not self._has_started:
+            if events.has_started:
+                await events.write(_event(error_body(shown)), more=False)
+            elif not self._has_answered:
+                events.end()
                 await _error(shown)(scope, receive, send)
-            else:
-                await send({"type": "http.response.body", "body": _event(error_body(shown)), "more_body": False})
 
-    async def _answer(self, generation: Generation, guard: WriteGuard, send: Send) -> None:
+    async def _answer(self, generation: Generation, guard: WriteGuard, send: Send, events: EventStream) -> None:
         model = generation.model
         answer = Answer(self._request, generation.request_id, model.model_id, model.vocabulary)
         if self._request.stream:
-            await self._stream(generation, answer, send, guard)
+            await self._stream(generation, answer, events, guard)
             return
         async for delta in generation:
             answer.add(delta)
-        body = msgspec.json.encode(answer.whole())
-        self._has_started = True
+        whole = _json(answer.whole())
+        self._has_answered = True
         guard.writing()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send({"type": "http.response.start", "status": 200, "headers": whole.raw_headers})
+        await send({"type": "http.response.body", "body": whole.body, "more_body": False})
         guard.written()
 
-    async def _stream(self, generation: Generation, answer: Answer, send: Send, guard: WriteGuard) -> None:
+    async def _stream(self, generation: Generation, answer: Answer, events: EventStream, guard: WriteGuard) -> None:
         opened: set[int] = set()
         async for delta in generation:
             answer.add(delta)
-            events = []
+            chunks = answer.chunks(delta)
             if self._request.is_chat and delta.choice not in opened:
-                events.append(_event(answer.opening(delta.choice)))
+                chunks.insert(0, answer.opening(delta.choice))
             opened.add(delta.choice)
-            events.append(_event(answer.chunk(delta)))
-            await self._send(send, b"".join(events), guard)
+            await events.write(b"".join(map(_event, chunks)), guard)
         ending = [_event(answer.usage_chunk())] if self._request.include_usage else []
-        await self._send(send, b"".join([*ending, b"data: [DONE]\n\n"]), guard, more=False)
-
-    async def _send(self, send: Send, data: bytes, guard: WriteGuard, *, more: bool = True) -> None:
-        guard.writing()
-        if not self._has_started:
-            self._has_started = True
-            await send(_STREAM_START)
-        await send({"type": "http.response.body", "body": data, "more_body": more})
-        guard.written()
-
-
-_STREAM_START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+        await events.write(b"".join([*ending, b"data: [DONE]\n\n"]), guard, more=False)
 
 
 async def _until_disconnected(receive: Receive) -> None:
