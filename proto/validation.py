@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graftline.errors import InvalidRequestError
-from graftline.proto.address import parse_address
+from graftline.proto.address import parse_peer
 from graftline.proto.v1.common_pb2 import SamplingParams, StoppingParams
 from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest
 from graftline.proto.v1.prefill_pb2 import PrefillStart
@@ -201,7 +201,7 @@ def check_output_fits(stopping: StoppingParams, num_prompt_tokens: int, limits: 
 
 def check_decode_request(request: DecodeServiceGenerateRequest, limits: ModelLimits) -> None:
     """What a decode service is asked to do."""
-    parse_address(request.prefill_address, field="prefill_address")
+    parse_peer(request.prefill_address, field="prefill_address")
     _check_attempt(request, limits)
     check_output_fits(request.stopping, request.num_prompt_tokens, limits)
 

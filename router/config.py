@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from graftline.errors import InvalidRequestError
-from graftline.proto.address import parse_address
+from graftline.proto.address import parse_address, parse_peer
 from graftline.proto.channel import ANONYMOUS, Access
 from graftline.proto.server import ServerTls
 from graftline.tracing import NO_TRACER, Tracer
@@ -146,7 +146,7 @@ class RouterConfig:
             parse_address(self.http_listen, field="http_listen")
         for role, addresses in (("prefill", self.workers.prefill), ("decode", self.workers.decode)):
             for address in addresses:
-                parse_address(address.removeprefix("dns:"), field=f"workers.{role}")
+                parse_peer(address.removeprefix("dns:"), field=f"workers.{role}")
         for name in ("max_open_requests", "max_attempts", "max_unread_tokens"):
             if getattr(self.requests, name) < 1:
                 raise InvalidRequestError(f"requests.{name}", f"{getattr(self.requests, name)} is not at least 1")

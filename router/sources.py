@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from graftline.errors import InvalidRequestError
-from graftline.proto.address import parse_address
+from graftline.proto.address import parse_peer
 from graftline.router.config import WorkerLists
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ListSource:
 
     async def _resolved(self, address: str) -> tuple[str, ...]:
         """A resolver that does not answer holds up nobody for long, and is asked one question at a time."""
-        host, port = parse_address(address.removeprefix(DNS_PREFIX))
+        host, port = parse_peer(address.removeprefix(DNS_PREFIX))
         asking = self._asking.get(address)
         if asking is None:
             loop = asyncio.get_running_loop()
@@ -112,5 +112,5 @@ def _addresses(content: dict[str, Any], role: str) -> tuple[str, ...]:
     if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
         raise InvalidRequestError(role, f"{addresses!r} is not a list of addresses")
     for address in addresses:
-        parse_address(address.removeprefix(DNS_PREFIX), field=role)
+        parse_peer(address.removeprefix(DNS_PREFIX), field=role)
     return tuple(addresses)
