@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graftline.errors import InvalidRequestError
+from graftline.errors import InvalidRequestError, PromptTooLongError
 from graftline.proto.address import parse_peer
 from graftline.proto.v1.common_pb2 import SamplingParams, StoppingParams
 from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest
@@ -156,7 +156,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, *, field: str = "token_
 def check_prompt_fits(num_prompt_tokens: int, context_length: int, *, field: str = "prompt") -> None:
     """Room for the prompt and at least one output token."""
     if num_prompt_tokens >= context_length:
-        raise InvalidRequestError(
+        raise PromptTooLongError(
             field, f"{num_prompt_tokens} tokens leave no room for output in a context of {context_length} tokens"
         )
 

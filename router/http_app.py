@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,6 +19,7 @@ from graftline.errors import GraftlineError, InternalError, InvalidRequestError,
 from graftline.metrics import CONTENT_TYPE, REQUESTS_REFUSED, SPECULATION_ACCEPTED, SPECULATION_ROUNDS, Metrics
 from graftline.router.admission import Admission
 from graftline.router.config import RequestConfig
+from graftline.router.echoed_id import EchoedId
 from graftline.router.event_stream import EventStream
 from graftline.router.generation import Generation, Generator
 from graftline.router.http_body import Bodies
@@ -53,7 +55,7 @@ class HttpApp:
         self._registry = registry
         self._admission = admission
         self._metrics = metrics
-        self._accepted = [f"Bearer {token}".encode() for token in tokens]
+        self._accepted = [token.encode() for token in tokens]
         self._limits = limits
         self._bodies = Bodies()
         self.app = Starlette(
@@ -69,6 +71,7 @@ class HttpApp:
                 Route("/server_info", self._server_info),
             ],
             exception_handlers={HTTPException: _no_such_route, Exception: _failed},
+            middleware=[Middleware(EchoedId)],
         )
         # A redirect would go to wherever the caller's Host header says.
         self.app.router.redirect_slashes = False
@@ -82,8 +85,6 @@ class HttpApp:
                     is_read = True
                     is_short = len(body) <= INLINE_BODY_BYTES
                     translated = translate(body) if is_short else await asyncio.to_thread(translate, body)
-                for part in translated.requests:
-                    part.request_id = request.headers.get("x-request-id", "") if len(translated.requests) == 1 else ""
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
                 return _error(error, closes=not is_read)
@@ -149,8 +150,10 @@ class HttpApp:
     def _authenticate(self, request: Request) -> None:
         if not self._accepted:
             return
-        shown = request.headers.get("authorization", "").encode()
-        if True not in [hmac.compare_digest(shown, accepted) for accepted in self._accepted]:
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        # Every accepted token is compared, so that the time says nothing about which one matched.
+        matches = [hmac.compare_digest(shown.strip().encode(), accepted) for accepted in self._accepted]
+        if scheme.lower() != "bearer" or True not in matches:
             raise UnauthenticatedError("a bearer token is required in the authorization header")
 
 

@@ -119,4 +119,4 @@ async def test_connections_stay_open_and_lost_peers_are_noticed() -> None:
         for _ in range(2):
             writer.write(completion())
             assert (await reader.readuntil(b"\r\n")).endswith(b"200 OK\r\n")
-            await reader.readuntil(b"\r\n0\r\n\r\n")
+            await reader.readuntil(b"}}}")
