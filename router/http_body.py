@@ -13,6 +13,8 @@ from graftline.errors import InvalidRequestError, OutOfCapacityError
 MAX_BODY_BYTES = 16 * 1024 * 1024
 # Of all bodies that are on their way or being translated, which no admission has counted yet.
 MAX_HELD_BYTES = 512 * 1024 * 1024
+# A client reads the answer once it has sent everything: what is too long is read on up to here, and forgotten.
+MAX_DISCARDED_BYTES = 256 * 1024 * 1024
 BODY_TIMEOUT_S = 120.0
 
 
@@ -40,24 +42,28 @@ class Bodies:
             OutOfCapacityError: too much is held.
         """
         pieces: list[bytes] = []
-        num_bytes = 0
+        held = num_bytes = 0
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for piece in request.stream():
-                    pieces.append(piece)
                     num_bytes += len(piece)
+                    if num_bytes > MAX_BODY_BYTES:
+                        self.held_bytes, held = self.held_bytes - held, 0
+                        pieces.clear()
+                        if num_bytes > MAX_DISCARDED_BYTES:
+                            break
+                        continue
+                    pieces.append(piece)
+                    held += len(piece)
                     self.held_bytes += len(piece)
-                    self._check(num_bytes)
+                    if self.held_bytes > self._max_held_bytes:
+                        raise OutOfCapacityError(f"bodies of {self.held_bytes} bytes are being read", retry_after_s=1.0)
+            if num_bytes > MAX_BODY_BYTES:
+                raise InvalidRequestError("body", f"is longer than {MAX_BODY_BYTES} bytes")
             yield b"".join(pieces)
         except TimeoutError:
             raise InvalidRequestError("body", f"did not arrive within {self._timeout_s:g} s") from None
         except ClientDisconnect:
             raise InvalidRequestError("body", "the client went away while sending it") from None
         finally:
-            self.held_bytes -= num_bytes
-
-    def _check(self, num_bytes: int) -> None:
-        if num_bytes > MAX_BODY_BYTES:
-            raise InvalidRequestError("body", f"is longer than {MAX_BODY_BYTES} bytes")
-        if self.held_bytes > self._max_held_bytes:
-            raise OutOfCapacityError(f"bodies of {self.held_bytes} bytes are being read", retry_after_s=1.0)
+            self.held_bytes -= held

@@ -57,7 +57,7 @@ LARGE = {
         lambda: json.dumps({"prompt": "a", "logit_bias": {str(index): 1 for index in range(1_000_000)}}).encode(),
         "logit_bias",
     ),
-    "body": ("/v1/completions", lambda: b'{"prompt":"' + b"a" * MAX_BODY_BYTES + b'"}', "body"),
+    "body": ("/v1/completions", lambda: b'{"prompt":"' + b"a" * 2 * MAX_BODY_BYTES + b'"}', "body"),
 }
 
 
