@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
@@ -50,7 +51,9 @@ class HttpApp:
         *,
         tokens: Sequence[str],
         limits: RequestConfig,
+        executor: Executor,
     ) -> None:
+        self._executor = executor
         self._generator = generator
         self._registry = registry
         self._admission = admission
@@ -84,13 +87,16 @@ class HttpApp:
                 async with self._bodies.read(request) as body:
                     is_read = True
                     is_short = len(body) <= INLINE_BODY_BYTES
-                    translated = translate(body) if is_short else await asyncio.to_thread(translate, body)
+                    translated = translate(body) if is_short else await self._in_thread(translate, body)
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
                 return _error(error, closes=not is_read)
             return _Completion(self._generator, translated, self._limits, request.headers.items())
 
         return endpoint
+
+    async def _in_thread(self, translate: Translate, body: bytes) -> OpenAiRequest:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, translate, body)
 
     async def _models(self, request: Request) -> Response:
         try:

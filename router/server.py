@@ -116,6 +116,7 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
                 metrics,
                 tokens=config.tokens,
                 limits=config.requests,
+                executor=executor,
             )
             http_address = await stack.enter_async_context(running_http(http.app, config.http_listen, tls=config.tls))
         router = Router(rpc.address, http_address, registry, generator, admission, metrics, rpc)

@@ -25,6 +25,24 @@ class WorkerSource(Protocol):
         """The current lists; never raises for a source that is broken for a while, but repeats its last answer."""
 
 
+class _Troubles:
+    """Logs what is wrong once, and again when it changes or comes back: sources are asked every second."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def say(self, subject: str, problem: str) -> None:
+        """Something is wrong with a name or a file."""
+        if self._said.get(subject) != problem:
+            self._said[subject] = problem
+            logger.warning("%s: %s", subject, problem)
+
+    def are_over(self, subject: str) -> None:
+        """All is well with it."""
+        if self._said.pop(subject, None) is not None:
+            logger.info("%s: well again", subject)
+
+
 class ListSource:
     """Fixed lists. `dns:host:port` stands for every address the name has at the time of asking."""
 
@@ -32,6 +50,7 @@ class ListSource:
         self._lists = lists
         self._last: dict[str, tuple[str, ...]] = {}
         self._asking: dict[str, asyncio.Future[tuple[str, ...]]] = {}
+        self._troubles = _Troubles()
 
     async def workers(self) -> WorkerLists:
         """See WorkerSource."""
@@ -52,13 +71,14 @@ class ListSource:
             asking = self._asking[address] = loop.run_in_executor(None, _look_up, host, port)
         await asyncio.wait({asking}, timeout=RESOLVE_TIMEOUT_S)
         if not asking.done():
-            logger.warning("no answer yet to the name %r", host)
+            self._troubles.say(f"the name {host!r}", "no answer yet")
             return self._last.get(address, ())
         del self._asking[address]
         try:
             self._last[address] = asking.result()
+            self._troubles.are_over(f"the name {host!r}")
         except (OSError, UnicodeError) as error:  # the latter for what is no name at all
-            logger.warning("cannot resolve %r: %s", host, error)
+            self._troubles.say(f"the name {host!r}", f"cannot be resolved, its last addresses stay: {error}")
         return self._last.get(address, ())
 
 
@@ -74,8 +94,10 @@ class FileSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._subject = f"the workers file {path}"
         self._lists = ListSource(WorkerLists())
         self._seen: tuple[int, int, int] | None = None
+        self._troubles = _Troubles()
 
     async def workers(self) -> WorkerLists:
         """See WorkerSource."""
@@ -85,8 +107,9 @@ class FileSource:
             if seen != self._seen:
                 self._lists = ListSource(read_worker_lists(self._path))
                 self._seen = seen
+            self._troubles.are_over(self._subject)
         except (OSError, ValueError, InvalidRequestError) as error:
-            logger.warning("the workers file %s is not usable, its last lists stay: %s", self._path, error)
+            self._troubles.say(self._subject, f"is not usable, its last lists stay: {error}")
         return await self._lists.workers()
 
 
