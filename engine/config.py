@@ -9,6 +9,9 @@ from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 from graftline.kernels.attention_kind import AttentionBackend as AttentionBackend
 
+# Of a stage: beyond any machine's cores, and below what makes a thread library fail.
+MAX_THREADS = 1024
+
 MTP_HEAD = "mtp"
 """In place of a draft head's directory: the MTP module of the target's own checkpoint."""
 
@@ -120,6 +123,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) < 1:
                 raise InvalidRequestError(name, f"{getattr(self, name)} is below 1")
+        if self.threads > MAX_THREADS:
+            raise InvalidRequestError("threads", f"{self.threads} is above {MAX_THREADS}")
         for name in ("heartbeat_s", "stage_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidRequestError(name, f"{getattr(self, name)} is not positive")

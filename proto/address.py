@@ -1,22 +1,34 @@
 """host:port strings: parsing, and the rule that nobody advertises an address its peers cannot reach."""
 
 import ipaddress
+import re
 
 from graftline.errors import InvalidRequestError
+
+_PORT = re.compile("[0-9]{1,5}")
+_SPACE = re.compile(r"[\s\x00-\x1f\x7f]")
 
 
 def parse_address(address: str, *, field: str = "address") -> tuple[str, int]:
     """Splits `host:port` or `[v6]:port`.
 
     Raises:
-        InvalidRequestError: no host, or no port in [0, 65535].
+        InvalidRequestError: no host, one with spaces, or no port in [0, 65535].
     """
     host, colon, port = address.strip().rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not _PORT.fullmatch(port) or int(port) > 65535 or _SPACE.search(host):
         raise InvalidRequestError(field, f"{address!r} is not host:port")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise InvalidRequestError(field, f"{address!r}: write an IPv6 host in brackets")
     return host, int(port)
+
+
+def parse_peer(address: str, *, field: str = "address") -> tuple[str, int]:
+    """An address that is to be called: as `parse_address`, and port 0 is none."""
+    host, port = parse_address(address, field=field)
+    if port == 0:
+        raise InvalidRequestError(field, f"{address!r}: nobody can be called at port 0")
+    return host, port
 
 
 def is_wildcard(host: str) -> bool:
@@ -45,7 +57,8 @@ def advertised_address(listen: str, port: int, advertise: str | None = None) -> 
         host, told_port = parse_address(advertise, field="advertise")
         address = f"{host}:{told_port or port}"
     else:
-        host, address = advertise, f"{advertise}:{port}"
+        address = f"{advertise}:{port}"
+        host, _ = parse_address(address, field="advertise")
     if is_wildcard(host):
         raise InvalidRequestError(
             "advertise", f"{host!r} means every interface and cannot be reached by peers; name this host"

@@ -51,7 +51,7 @@ class BearerTokenInterceptor(aio.ServerInterceptor):
     """Refuses calls without an accepted bearer token. Health checks stay open: probes carry none."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        self._accepted = [f"Bearer {token}".encode() for token in tokens]
+        self._accepted = [token.encode() for token in tokens]
 
     async def intercept_service(
         self,
@@ -67,8 +67,10 @@ class BearerTokenInterceptor(aio.ServerInterceptor):
     def _accepts(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
         shown = next((value for key, value in metadata if key == "authorization"), "")
         shown_bytes = shown if isinstance(shown, bytes) else shown.encode("utf-8", "replace")
+        scheme, _, token = shown_bytes.partition(b" ")
         # Every accepted token is compared, so that the time says nothing about which one matched.
-        return True in [hmac.compare_digest(shown_bytes, accepted) for accepted in self._accepted]
+        matches = [hmac.compare_digest(token.strip(), accepted) for accepted in self._accepted]
+        return scheme.lower() == b"bearer" and True in matches
 
 
 class RpcServer:

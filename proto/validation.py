@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graftline.errors import InvalidRequestError
-from graftline.proto.address import parse_address
+from graftline.errors import InvalidRequestError, PromptTooLongError
+from graftline.proto.address import parse_peer
 from graftline.proto.v1.common_pb2 import SamplingParams, StoppingParams
 from graftline.proto.v1.decode_pb2 import DecodeServiceGenerateRequest
 from graftline.proto.v1.prefill_pb2 import PrefillStart
@@ -24,6 +24,8 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
+# Of a chat. Each costs the router work, and an empty one takes two bytes of a message.
+MAX_MESSAGES = 16_384
 MAX_MAX_TOKENS = 1 << 20
 MAX_REQUEST_ID_CHARS = 256
 MAX_SEED = (1 << 64) - 1
@@ -133,6 +135,12 @@ def check_num_choices(value: int, *, field: str = "n") -> None:
         raise InvalidRequestError(field, f"{value} is not in [1, {MAX_CHOICES}]")
 
 
+def check_num_messages(value: int, *, field: str = "messages") -> None:
+    """At most MAX_MESSAGES; whether a chat needs any is its template's affair."""
+    if value > MAX_MESSAGES:
+        raise InvalidRequestError(field, f"{value} messages are more than {MAX_MESSAGES}")
+
+
 def check_token_ids(ids: Sequence[int], vocab_size: int, *, field: str = "token_ids") -> None:
     """At least one id, every id of the vocabulary."""
     if not ids:
@@ -148,7 +156,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, *, field: str = "token_
 def check_prompt_fits(num_prompt_tokens: int, context_length: int, *, field: str = "prompt") -> None:
     """Room for the prompt and at least one output token."""
     if num_prompt_tokens >= context_length:
-        raise InvalidRequestError(
+        raise PromptTooLongError(
             field, f"{num_prompt_tokens} tokens leave no room for output in a context of {context_length} tokens"
         )
 
@@ -193,7 +201,7 @@ def check_output_fits(stopping: StoppingParams, num_prompt_tokens: int, limits: 
 
 def check_decode_request(request: DecodeServiceGenerateRequest, limits: ModelLimits) -> None:
     """What a decode service is asked to do."""
-    parse_address(request.prefill_address, field="prefill_address")
+    parse_peer(request.prefill_address, field="prefill_address")
     _check_attempt(request, limits)
     check_output_fits(request.stopping, request.num_prompt_tokens, limits)
 

@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from graftline.errors import InvalidRequestError
-from graftline.proto.address import parse_address
+from graftline.proto.address import parse_address, parse_peer
 from graftline.proto.channel import ANONYMOUS, Access
 from graftline.proto.server import ServerTls
 from graftline.tracing import NO_TRACER, Tracer
@@ -86,6 +86,7 @@ class RequestConfig:
         silence_timeout_s: without a word from its decode for so long an attempt is given up; waiting in a queue counts.
         max_unread_tokens: output a slow client may leave waiting before it is cut.
         write_timeout_s: one message to a client may take this long before it is cut.
+        stream_keep_alive_s: an HTTP stream that is silent for so long carries a comment, and its status with it.
         max_prompt_chars: longer texts are refused before anything looks at them.
     """
 
@@ -100,6 +101,7 @@ class RequestConfig:
     silence_timeout_s: float = 600.0
     max_unread_tokens: int = 16_384
     write_timeout_s: float = 30.0
+    stream_keep_alive_s: float = 15.0
     max_prompt_chars: int = 32 * 1024 * 1024
     objectives: Objectives = field(default_factory=Objectives)
 
@@ -144,7 +146,7 @@ class RouterConfig:
             parse_address(self.http_listen, field="http_listen")
         for role, addresses in (("prefill", self.workers.prefill), ("decode", self.workers.decode)):
             for address in addresses:
-                parse_address(address.removeprefix("dns:"), field=f"workers.{role}")
+                parse_peer(address.removeprefix("dns:"), field=f"workers.{role}")
         for name in ("max_open_requests", "max_attempts", "max_unread_tokens"):
             if getattr(self.requests, name) < 1:
                 raise InvalidRequestError(f"requests.{name}", f"{getattr(self.requests, name)} is not at least 1")

@@ -16,6 +16,7 @@ from graftline.errors import (
     InternalError,
     InvalidRequestError,
     PeerUnavailableError,
+    PromptTooLongError,
 )
 from graftline.metrics import REQUESTS_REFUSED, SLOW_CONSUMERS_CUT, TOKENIZE, Metrics
 from graftline.proto import validation
@@ -238,37 +239,49 @@ class Generator:
             raise InvalidRequestError("prompt", "is missing: give text, chat or tokens")
         field = field or ("tokens.token_ids" if kind == "tokens" else kind)
         started_at = time.monotonic()
-        prompt_ids = await self._prompt_ids(request, model, field)
+        max_request_tokens = self._fleet.registry.max_request_tokens(model)
+        max_prompt_tokens = self._fleet.registry.max_prompt_tokens(model)
+        prompt_ids = await self._prompt_ids(request, model, field, min(max_request_tokens, max_prompt_tokens))
         self._tokenize_s.observe(time.monotonic() - started_at)
         return Plan.of(
             model,
             prompt_ids,
             parameters,
-            max_request_tokens=self._fleet.registry.max_request_tokens(model),
-            max_prompt_tokens=self._fleet.registry.max_prompt_tokens(model),
+            max_request_tokens=max_request_tokens,
+            max_prompt_tokens=max_prompt_tokens,
             default_max_tokens=self._fleet.limits.default_max_tokens,
             field=field,
         )
 
-    async def _prompt_ids(self, request: GenerateRequest, model: ServedModel, field: str) -> Sequence[int]:
+    async def _prompt_ids(
+        self, request: GenerateRequest, model: ServedModel, field: str, max_tokens: int
+    ) -> Sequence[int]:
+        """Counts are checked before anything is done for each entry: a message may hold millions of them."""
         match request.WhichOneof("prompt"):
             case "tokens":
+                validation.check_prompt_fits(len(request.tokens.token_ids), max_tokens, field=field)
                 return tuple(request.tokens.token_ids)
             case "text":
-                return await self._encoded(field, len(request.text), model.tokenizer.encode_text, request.text)
+                return await self._encoded(field, len(request.text), model.encode_text, request.text, max_tokens)
             case _:
+                validation.check_num_messages(len(request.chat.messages), field=field)
                 messages = [Message(message.role, message.content) for message in request.chat.messages]
                 num_chars = sum(len(message.content) for message in messages)
-                return await self._encoded(field, num_chars, model.encode_chat, messages)
+                return await self._encoded(field, num_chars, model.encode_chat, messages, max_tokens)
 
-    async def _encoded(self, field: str, num_chars: int, encode: Callable[[T], list[int]], prompt: T) -> list[int]:
+    async def _encoded(
+        self, field: str, num_chars: int, encode: Callable[[T, int], list[int]], prompt: T, max_tokens: int
+    ) -> list[int]:
         """Encodes short prompts here and long ones in a thread."""
         limit = self._fleet.limits.max_prompt_chars
         if num_chars > limit:
             raise InvalidRequestError(field, f"{num_chars} characters are more than {limit}")
-        if num_chars <= INLINE_PROMPT_CHARS:
-            return encode(prompt)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encode, prompt)
+        try:
+            if num_chars <= INLINE_PROMPT_CHARS:
+                return encode(prompt, max_tokens)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, encode, prompt, max_tokens)
+        except PromptTooLongError as error:
+            raise PromptTooLongError(field, error.problem) from None
 
     def _instruments_of(self, model: ServedModel) -> ModelInstruments:
         instruments = self._instruments.get(model.model_id)

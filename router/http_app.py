@@ -4,21 +4,26 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from graftline.errors import GraftlineError, InternalError, InvalidRequestError, UnauthenticatedError
 from graftline.metrics import CONTENT_TYPE, REQUESTS_REFUSED, SPECULATION_ACCEPTED, SPECULATION_ROUNDS, Metrics
-from graftline.proto.channel_options import MAX_MESSAGE_BYTES
 from graftline.router.admission import Admission
+from graftline.router.config import RequestConfig
+from graftline.router.echoed_id import EchoedId
+from graftline.router.event_stream import EventStream
 from graftline.router.generation import Generation, Generator
+from graftline.router.http_body import Bodies
 from graftline.router.model import UnknownModelError
 from graftline.router.openai.answer import Answer
 from graftline.router.openai.errors import error_body, error_headers, http_status
@@ -30,6 +35,9 @@ from graftline.tracing import Carrier
 from graftline.write_guard import WriteGuard
 
 Translate = Callable[[bytes], OpenAiRequest]
+
+# Bodies up to here are translated on the event loop, longer ones in a thread, beside which others are served.
+INLINE_BODY_BYTES = 16 * 1024
 
 
 class HttpApp:
@@ -43,14 +51,17 @@ class HttpApp:
         metrics: Metrics,
         *,
         tokens: Sequence[str],
-        write_timeout_s: float,
+        limits: RequestConfig,
+        executor: Executor,
     ) -> None:
+        self._executor = executor
         self._generator = generator
         self._registry = registry
         self._admission = admission
         self._metrics = metrics
-        self._accepted = [f"Bearer {token}".encode() for token in tokens]
-        self._write_timeout_s = write_timeout_s
+        self._accepted = [token.encode() for token in tokens]
+        self._limits = limits
+        self._bodies = Bodies()
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._endpoint(chat_request), methods=["POST"]),
@@ -63,22 +74,30 @@ class HttpApp:
                 Route("/get_server_info", self._server_info),
                 Route("/server_info", self._server_info),
             ],
-            exception_handlers={HTTPException: _no_such_route},
+            exception_handlers={HTTPException: _no_such_route, Exception: _failed},
+            middleware=[Middleware(EchoedId)],
         )
+        # A redirect would go to wherever the caller's Host header says.
+        self.app.router.redirect_slashes = False
 
     def _endpoint(self, translate: Translate) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
+            is_read = False
             try:
                 self._authenticate(request)
-                translated = translate(await _body(request))
-                for part in translated.requests:
-                    part.request_id = request.headers.get("x-request-id", "") if len(translated.requests) == 1 else ""
+                async with self._bodies.read(request) as body:
+                    is_read = True
+                    is_short = len(body) <= INLINE_BODY_BYTES
+                    translated = translate(body) if is_short else await self._in_thread(translate, body)
             except GraftlineError as error:
                 self._metrics.counter(REQUESTS_REFUSED).labels(type(error).__name__).inc()
-                return _error(error)
-            return _Completion(self._generator, translated, self._write_timeout_s, request.headers.items())
+                return _error(error, closes=not is_read)
+            return _Completion(self._generator, translated, self._limits, request.headers.items())
 
         return endpoint
+
+    async def _in_thread(self, translate: Translate, body: bytes) -> OpenAiRequest:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, translate, body)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -138,113 +157,86 @@ class HttpApp:
     def _authenticate(self, request: Request) -> None:
         if not self._accepted:
             return
-        shown = request.headers.get("authorization", "").encode()
-        if True not in [hmac.compare_digest(shown, accepted) for accepted in self._accepted]:
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        # Every accepted token is compared, so that the time says nothing about which one matched.
+        matches = [hmac.compare_digest(shown.strip().encode(), accepted) for accepted in self._accepted]
+        if scheme.lower() != "bearer" or True not in matches:
             raise UnauthenticatedError("a bearer token is required in the authorization header")
 
 
 class _Completion(Response):
     """Runs a translated request while it answers it, and ends it when the client goes away in any phase."""
 
-    def __init__(self, generator: Generator, request: OpenAiRequest, write_timeout_s: float, carrier: Carrier) -> None:
+    def __init__(self, generator: Generator, request: OpenAiRequest, limits: RequestConfig, carrier: Carrier) -> None:
         super().__init__()
         self._generator = generator
         self._request = request
-        self._write_timeout_s = write_timeout_s
+        self._limits = limits
         self._carrier = carrier
-        self._has_started = False
+        self._has_answered = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = EventStream(send)
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(_until_disconnected(receive))
-            work = tasks.create_task(self._serve(scope, receive, send))
+            work = tasks.create_task(self._serve(scope, receive, send, events))
+            others = [watch]
+            if self._request.stream:
+                others.append(tasks.create_task(events.keep_alive(self._limits.stream_keep_alive_s)))
             watch.add_done_callback(lambda _: work.cancel())
-            work.add_done_callback(lambda _: watch.cancel())
+            work.add_done_callback(lambda _: [task.cancel() for task in others])
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, events: EventStream) -> None:
         try:
             try:
                 async with self._generator.open(
                     self._request.requests, None, self._carrier, self._request.prompt_fields
                 ) as generation:
-                    with client_guard(self._write_timeout_s) as guard:
-                        await self._answer(generation, guard, send)
+                    with client_guard(self._limits.write_timeout_s) as guard:
+                        await self._answer(generation, guard, send, events)
             except GraftlineError:
                 raise
             except Exception as error:
                 raise InternalError(f"{type(error).__name__}: {error}") from error
         except GraftlineError as failure:
             shown = self._request.as_written(failure) if isinstance(failure, InvalidRequestError) else failure
-            if not self._has_started:
+            if events.has_started:
+                await events.write(_event(error_body(shown)), more=False)
+            elif not self._has_answered:
+                events.end()
                 await _error(shown)(scope, receive, send)
-            else:
-                await send({"type": "http.response.body", "body": _event(error_body(shown)), "more_body": False})
 
-    async def _answer(self, generation: Generation, guard: WriteGuard, send: Send) -> None:
+    async def _answer(self, generation: Generation, guard: WriteGuard, send: Send, events: EventStream) -> None:
         model = generation.model
         answer = Answer(self._request, generation.request_id, model.model_id, model.vocabulary)
         if self._request.stream:
-            await self._stream(generation, answer, send, guard)
+            await self._stream(generation, answer, events, guard)
             return
         async for delta in generation:
             answer.add(delta)
-        body = msgspec.json.encode(answer.whole())
-        self._has_started = True
+        whole = _json(answer.whole())
+        self._has_answered = True
         guard.writing()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send({"type": "http.response.start", "status": 200, "headers": whole.raw_headers})
+        await send({"type": "http.response.body", "body": whole.body, "more_body": False})
         guard.written()
 
-    async def _stream(self, generation: Generation, answer: Answer, send: Send, guard: WriteGuard) -> None:
+    async def _stream(self, generation: Generation, answer: Answer, events: EventStream, guard: WriteGuard) -> None:
         opened: set[int] = set()
         async for delta in generation:
             answer.add(delta)
-            events = []
+            chunks = answer.chunks(delta)
             if self._request.is_chat and delta.choice not in opened:
-                events.append(_event(answer.opening(delta.choice)))
+                chunks.insert(0, answer.opening(delta.choice))
             opened.add(delta.choice)
-            events.append(_event(answer.chunk(delta)))
-            await self._send(send, b"".join(events), guard)
+            await events.write(b"".join(map(_event, chunks)), guard)
         ending = [_event(answer.usage_chunk())] if self._request.include_usage else []
-        await self._send(send, b"".join([*ending, b"data: [DONE]\n\n"]), guard, more=False)
-
-    async def _send(self, send: Send, data: bytes, guard: WriteGuard, *, more: bool = True) -> None:
-        guard.writing()
-        if not self._has_started:
-            self._has_started = True
-            await send(_STREAM_START)
-        await send({"type": "http.response.body", "body": data, "more_body": more})
-        guard.written()
-
-
-_STREAM_START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+        await events.write(b"".join([*ending, b"data: [DONE]\n\n"]), guard, more=False)
 
 
 async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _body(request: Request) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size > MAX_MESSAGE_BYTES:
-                raise InvalidRequestError("body", f"is longer than {MAX_MESSAGE_BYTES} bytes")
-            pieces.append(piece)
-    except ClientDisconnect:
-        raise InvalidRequestError("body", "the client went away while sending it") from None
-    return b"".join(pieces)
 
 
 def _event(content: Any) -> bytes:
@@ -262,5 +254,12 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return _json(body, error.status_code, dict(error.headers or {}))
 
 
-def _error(error: GraftlineError) -> Response:
-    return _json(error_body(error), http_status(error), error_headers(error))
+async def _failed(request: Request, error: Exception) -> Response:
+    """Our own fault, in OpenAI's shape; it is logged."""
+    return _error(InternalError(f"{type(error).__name__}: {error}"), closes=True)
+
+
+def _error(error: GraftlineError, *, closes: bool = False) -> Response:
+    """An error's response. With `closes` the connection ends behind it, as it must where a body was not read."""
+    headers = {**error_headers(error), **({"connection": "close"} if closes else {})}
+    return _json(error_body(error), http_status(error), headers)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from graftline.errors import PeerUnavailableError
 from graftline.proto.address import parse_address
 from graftline.proto.server import ServerTls
+from graftline.router.http_connection import KEEP_ALIVE_S, HttpConnection, notice_lost_peers, one_length
 
 BACKLOG = 4096
 
@@ -41,8 +42,11 @@ async def running_http(app: ASGIApp, listen: str, *, tls: ServerTls | None) -> A
     listening = _listening_socket(listen)
     host, _ = parse_address(listen)
     config = uvicorn.Config(
-        app,
+        one_length(app),
+        http=HttpConnection,
+        ws="none",
         lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -74,6 +78,7 @@ def _listening_socket(listen: str) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        notice_lost_peers(listening)
         listening.bind((host.strip("[]"), port))
         listening.listen(BACKLOG)
     except OSError as error:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from graftline.errors import IncompatibleError, InvalidRequestError
+from graftline.errors import IncompatibleError, InvalidRequestError, PromptTooLongError
 from graftline.proto.v1.common_pb2 import ModelCard
 from graftline.router.text.chat_template import ChatTemplate, Message
 from graftline.router.text.detokenizer import Vocabulary
@@ -58,15 +58,34 @@ class ServedModel:
             card,
         )
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_text(self, text: str, max_tokens: int) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            PromptTooLongError: it must have more than `max_tokens`: told without encoding it, which takes seconds.
+        """
+        self._check_could_fit(text, max_tokens, "text")
+        return self.tokenizer.encode_text(text)
+
+    def encode_chat(self, messages: Sequence[Message], max_tokens: int) -> list[int]:
         """Token ids of a chat.
 
         Raises:
             InvalidRequestError: a bad chat, or a model without a chat template.
+            PromptTooLongError: as `encode_text`.
         """
         if self.chat_template is None:
             raise InvalidRequestError("chat", f"the model {self.model_id!r} has no chat template; send text instead")
-        return self.tokenizer.encode_chat(self.chat_template.render(messages, self.tokenizer.special_tokens))
+        rendered = self.chat_template.render(messages, self.tokenizer.special_tokens)
+        if not rendered.literals:
+            self._check_could_fit(rendered.text, max_tokens, "chat")
+        return self.tokenizer.encode_chat(rendered)
+
+    def _check_could_fit(self, text: str, max_tokens: int, field: str) -> None:
+        longest = self.tokenizer.longest_token_chars
+        if longest and len(text) > longest * max_tokens:
+            problem = f"{len(text)} characters are at least {-(-len(text) // longest)} tokens"
+            raise PromptTooLongError(field, f"{problem} and leave no room for output in {max_tokens}")
 
 
 class ModelStore:

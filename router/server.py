@@ -115,7 +115,8 @@ async def running_router(config: RouterConfig) -> AsyncIterator[Router]:
                 admission,
                 metrics,
                 tokens=config.tokens,
-                write_timeout_s=config.requests.write_timeout_s,
+                limits=config.requests,
+                executor=executor,
             )
             http_address = await stack.enter_async_context(running_http(http.app, config.http_listen, tls=config.tls))
         router = Router(rpc.address, http_address, registry, generator, admission, metrics, rpc)

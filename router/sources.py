@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from graftline.errors import InvalidRequestError
-from graftline.proto.address import parse_address
+from graftline.proto.address import parse_peer
 from graftline.router.config import WorkerLists
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,24 @@ class WorkerSource(Protocol):
         """The current lists; never raises for a source that is broken for a while, but repeats its last answer."""
 
 
+class _Troubles:
+    """Logs what is wrong once, and again when it changes or comes back: sources are asked every second."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def say(self, subject: str, problem: str) -> None:
+        """Something is wrong with a name or a file."""
+        if self._said.get(subject) != problem:
+            self._said[subject] = problem
+            logger.warning("%s: %s", subject, problem)
+
+    def are_over(self, subject: str) -> None:
+        """All is well with it."""
+        if self._said.pop(subject, None) is not None:
+            logger.info("%s: well again", subject)
+
+
 class ListSource:
     """Fixed lists. `dns:host:port` stands for every address the name has at the time of asking."""
 
@@ -32,6 +50,7 @@ class ListSource:
         self._lists = lists
         self._last: dict[str, tuple[str, ...]] = {}
         self._asking: dict[str, asyncio.Future[tuple[str, ...]]] = {}
+        self._troubles = _Troubles()
 
     async def workers(self) -> WorkerLists:
         """See WorkerSource."""
@@ -45,20 +64,21 @@ class ListSource:
 
     async def _resolved(self, address: str) -> tuple[str, ...]:
         """A resolver that does not answer holds up nobody for long, and is asked one question at a time."""
-        host, port = parse_address(address.removeprefix(DNS_PREFIX))
+        host, port = parse_peer(address.removeprefix(DNS_PREFIX))
         asking = self._asking.get(address)
         if asking is None:
             loop = asyncio.get_running_loop()
             asking = self._asking[address] = loop.run_in_executor(None, _look_up, host, port)
         await asyncio.wait({asking}, timeout=RESOLVE_TIMEOUT_S)
         if not asking.done():
-            logger.warning("no answer yet to the name %r", host)
+            self._troubles.say(f"the name {host!r}", "no answer yet")
             return self._last.get(address, ())
         del self._asking[address]
         try:
             self._last[address] = asking.result()
+            self._troubles.are_over(f"the name {host!r}")
         except (OSError, UnicodeError) as error:  # the latter for what is no name at all
-            logger.warning("cannot resolve %r: %s", host, error)
+            self._troubles.say(f"the name {host!r}", f"cannot be resolved, its last addresses stay: {error}")
         return self._last.get(address, ())
 
 
@@ -74,8 +94,10 @@ class FileSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._subject = f"the workers file {path}"
         self._lists = ListSource(WorkerLists())
         self._seen: tuple[int, int, int] | None = None
+        self._troubles = _Troubles()
 
     async def workers(self) -> WorkerLists:
         """See WorkerSource."""
@@ -85,8 +107,9 @@ class FileSource:
             if seen != self._seen:
                 self._lists = ListSource(read_worker_lists(self._path))
                 self._seen = seen
+            self._troubles.are_over(self._subject)
         except (OSError, ValueError, InvalidRequestError) as error:
-            logger.warning("the workers file %s is not usable, its last lists stay: %s", self._path, error)
+            self._troubles.say(self._subject, f"is not usable, its last lists stay: {error}")
         return await self._lists.workers()
 
 
@@ -112,5 +135,5 @@ def _addresses(content: dict[str, Any], role: str) -> tuple[str, ...]:
     if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
         raise InvalidRequestError(role, f"{addresses!r} is not a list of addresses")
     for address in addresses:
-        parse_address(address.removeprefix(DNS_PREFIX), field=role)
+        parse_peer(address.removeprefix(DNS_PREFIX), field=role)
     return tuple(addresses)

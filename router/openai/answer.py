@@ -27,7 +27,7 @@ class _Choice:
 
 
 class Answer:
-    """Builds the JSON of one answer. `add` every delta; then `chunk` (streaming) or, at the end, `whole`."""
+    """Builds the JSON of one answer. `add` every delta; then `chunks` (streaming) or, at the end, `whole`."""
 
     def __init__(self, request: OpenAiRequest, request_id: str, model_id: str, vocabulary: Vocabulary) -> None:
         self._request = request
@@ -52,8 +52,8 @@ class Answer:
         """The first chunk of a chat choice: its role."""
         return self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        """A delta that was added just now, as a chunk."""
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """A delta that was added just now, as chunks: the one that ends a choice of a chat carries nothing else."""
         choice: dict[str, Any] = {"index": delta.choice}
         if self._request.is_chat:
             choice["delta"] = {"content": delta.text} if delta.text or delta.token_ids else {}
@@ -61,7 +61,10 @@ class Answer:
             choice["text"] = delta.text
         choice["logprobs"] = self._logprobs(self._choices[delta.choice], delta.token_ids, delta.logprobs)
         choice["finish_reason"] = _reason(delta.finish)
-        return self._chunk(choice)
+        if not self._request.is_chat or delta.finish is None or not choice["delta"]:
+            return [self._chunk(choice)]
+        ending = {"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        return [self._chunk({**choice, "finish_reason": None}), self._chunk(ending)]
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk without choices that ends a stream with include_usage."""

@@ -9,6 +9,7 @@ from graftline.errors import (
     InvalidRequestError,
     OutOfCapacityError,
     PeerUnavailableError,
+    PromptTooLongError,
     UnauthenticatedError,
 )
 from graftline.router.model import UnknownModelError
@@ -20,6 +21,12 @@ _TABLE: dict[type[GraftlineError], tuple[int, str]] = {
     OutOfCapacityError: (429, "rate_limit_error"),
     PeerUnavailableError: (503, "service_unavailable_error"),
     CancelledRequestError: (504, "timeout_error"),
+}
+
+# OpenAI's `code`, where clients act on one: agents shorten a conversation that has become too long.
+_CODES: dict[type[GraftlineError], str] = {
+    UnknownModelError: "model_not_found",
+    PromptTooLongError: "context_length_exceeded",
 }
 
 
@@ -37,7 +44,7 @@ def error_body(error: GraftlineError) -> dict[str, Any]:
             "message": str(error) or type(error).__name__,
             "type": _kind(error)[1],
             "param": error.field if isinstance(error, InvalidRequestError) else None,
-            "code": "model_not_found" if isinstance(error, UnknownModelError) else None,
+            "code": next((code for kind, code in _CODES.items() if isinstance(error, kind)), None),
         }
     }
 

@@ -1,6 +1,7 @@
 """OpenAI request bodies to GenerateRequests. Values are checked by the router's own rules later; here only shapes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from graftline.router.openai.fields import Fields, integer, number
 # Choices of all prompts of a body: as many as a worker lets wait by default. More of them are refused by
 # workers one by one, and four times as many kept a prefill from answering for so long that it was taken for dead.
 MAX_BODY_CHOICES = 1024
+# Any number of up to ten digits; int() refuses some with thousands.
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 _INT32 = (-(1 << 31), (1 << 31) - 1)
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 _IGNORED = (
@@ -152,12 +155,12 @@ def _read_common(fields: Fields, request: GenerateRequest, max_tokens: int | Non
         request.seed = seed & validation.MAX_SEED
     request.ignore_eos = fields.flag("ignore_eos")
     request.stop.extend(_stop(fields.take("stop")))
-    request.stop_token_ids.extend(
-        integer(token_id, "stop_token_ids", *_INT64)
-        for token_id in _list(fields.take("stop_token_ids"), "stop_token_ids")
-    )
-    for token, bias in _object(fields.take("logit_bias"), "logit_bias").items():
-        if not token.isascii() or not token.isdigit() or int(token) >= 1 << 32:
+    stop_token_ids = _list(fields.take("stop_token_ids"), "stop_token_ids", validation.MAX_STOP_TOKEN_IDS)
+    request.stop_token_ids.extend(integer(token_id, "stop_token_ids", *_INT64) for token_id in stop_token_ids)
+    biases = _object(fields.take("logit_bias"), "logit_bias")
+    _check_count(biases, "logit_bias", validation.MAX_LOGIT_BIAS_ENTRIES)
+    for token, bias in biases.items():
+        if not _TOKEN_ID.fullmatch(token) or int(token) >= 1 << 32:
             raise InvalidRequestError("logit_bias", f"{token[:40]!r} is not a token id")
         request.logit_bias[int(token)] = number(bias, "logit_bias")
     skips = fields.take("skip_special_tokens")
@@ -202,7 +205,8 @@ def _finished(
 def _chat(messages: Any) -> ChatPrompt:
     if messages is None:
         raise InvalidRequestError("messages", "is missing")
-    return ChatPrompt(messages=[_message(item, index) for index, item in enumerate(_list(messages, "messages"))])
+    items = _list(messages, "messages", validation.MAX_MESSAGES)
+    return ChatPrompt(messages=[_message(item, index) for index, item in enumerate(items)])
 
 
 def _message(item: Any, index: int) -> ChatMessage:
@@ -256,13 +260,15 @@ def _prompts(prompt: Any) -> dict[str, str | list[int]]:
 
 
 def _token_ids(items: list[Any], where: str) -> list[int]:
+    if all(type(item) is int and 0 <= item < 1 << 32 for item in items):
+        return items
     return [integer(item, f"{where}[{index}]", 0, (1 << 32) - 1) for index, item in enumerate(items)]
 
 
 def _stop(stop: Any) -> list[str]:
     if isinstance(stop, str):
         return [stop]
-    texts = _list(stop, "stop")
+    texts = _list(stop, "stop", validation.MAX_STOP_STRINGS)
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidRequestError(f"stop[{index}]", "is not a string")
@@ -275,10 +281,18 @@ def _check_neutral(fields: Fields, name: str, neutral: Any) -> None:
         raise InvalidRequestError(name, f"{str(value)[:80]} is not supported; leave it out or give {neutral}")
 
 
-def _list(value: Any, where: str) -> list[Any]:
+def _list(value: Any, where: str, most: int | None = None) -> list[Any]:
     if value is not None and not isinstance(value, list):
         raise InvalidRequestError(where, "is not a list")
+    if value and most is not None:
+        _check_count(value, where, most)
     return value or []
+
+
+def _check_count(values: Sized, where: str, most: int) -> None:
+    """Before anything is done for each of them."""
+    if len(values) > most:
+        raise InvalidRequestError(where, f"{len(values)} entries are more than {most}")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -37,6 +37,9 @@ class TextTokenizer:
         tokenizer_json: a Hugging Face tokenizers file.
         bos_token_id: put before a plain text prompt; -1 for none.
 
+    Attributes:
+        longest_token_chars: no token stands for more characters of a text; None where that cannot be told.
+
     Raises:
         IncompatibleError: the file cannot be read as a tokenizer.
     """
@@ -47,6 +50,7 @@ class TextTokenizer:
         self.tokenizer = _load(tokenizer_json)
         self.description: dict[str, Any] = json.loads(tokenizer_json)
         self.special_tokens = {token.content: token for token in _special_tokens(self.description)}
+        self.longest_token_chars = _longest_token_chars(self.description)
         self._special_pattern = re.compile("|".join(_longest_first(self.special_tokens)) or r"(?!)")
 
     @cached_property
@@ -110,6 +114,36 @@ def _special_tokens(description: dict[str, Any]) -> list[_AddedToken]:
         for entry in description.get("added_tokens") or ()
         if entry.get("special")
     ]
+
+
+def _longest_token_chars(description: dict[str, Any]) -> int | None:
+    """Of a byte-level tokenizer that neither drops nor rewrites text: its vocabulary has a character for every byte, of
+    which a character of text has one or more.
+    """
+    parts = _parts(description.get("pre_tokenizer"))
+    model, added = description.get("model") or {}, description.get("added_tokens") or ()
+    if (
+        model.get("type") != "BPE"
+        or model.get("unk_token")
+        or description.get("normalizer")
+        or not any(part.get("type") == "ByteLevel" for part in parts)
+        or not all(_keeps_text(part) for part in parts)
+        or any(entry.get("lstrip") or entry.get("rstrip") for entry in added)
+    ):
+        return None
+    return max([*map(len, model.get("vocab") or ()), *(len(entry["content"]) for entry in added)], default=None)
+
+
+def _parts(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    return pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+
+
+def _keeps_text(part: dict[str, Any]) -> bool:
+    if part.get("type") == "Split":
+        return part.get("behavior") != "Removed"
+    return part.get("type") in {"ByteLevel", "Digits"}
 
 
 def _longest_first(tokens: dict[str, _AddedToken]) -> list[str]:

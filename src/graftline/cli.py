@@ -14,6 +14,7 @@ from rich.table import Table
 
 import graftline
 from graftline.errors import GraftlineError
+from graftline.worker.process import begin_process
 
 # name -> module with an attribute `app`; imported when the command is asked for.
 LAZY_COMMANDS = {
@@ -99,6 +100,7 @@ def main() -> None:
     """Runs the command line; errors of the world become one line and exit status 1 (2 for bad input)."""
     from graftline.errors import InvalidRequestError, UnauthenticatedError
 
+    begin_process()
     try:
         app()
     except GraftlineError as error:

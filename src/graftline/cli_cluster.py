@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from graftline import cli_options as shared
 from graftline.cli_worker import ENGINE_OPTIONS, Option, with_options
 from graftline.client import AsyncClient, Finish, Message
 from graftline.launcher import Cluster, ClusterSpec, local_cluster
@@ -112,7 +113,7 @@ def _spec(given: dict[str, Any]) -> ClusterSpec:
     known = {field.name for field in fields(ClusterSpec)}
     values = {name: value for name, value in given.items() if name in known}
     values["policy"] = values["policy"].value if isinstance(values["policy"], PolicyName) else values["policy"]
-    values["token"] = values["token"] or os.environ.get("GRAFTLINE_TOKEN", "")
+    values["token"] = shared.token_or_file(values["token"] or os.environ.get("GRAFTLINE_TOKEN") or None) or ""
     if given["otlp_endpoint"]:
         values["environment"] = {ENDPOINT_VARIABLE: given["otlp_endpoint"]}
     return ClusterSpec(**values)

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,8 @@ from graftline.tracing import Tracer, configured_endpoint, open_tracer
 
 _NETWORK = "Network"
 AUTO = "auto"
+# No wait of ours is meant to be longer; much longer ones do not fit what gRPC and the system take.
+MAX_SECONDS = 86_400.0
 TOKEN_FILE_VARIABLE = "GRAFTLINE_TOKEN_FILE"
 
 
@@ -25,18 +28,28 @@ def token_or_file(token: str | None) -> str | None:
     """The token given, else what the file named by GRAFTLINE_TOKEN_FILE holds: secrets of containers are files.
 
     Raises:
-        typer.BadParameter: the file cannot be read or is empty.
+        typer.BadParameter: the file cannot be read, or no token is in it or was given: nobody who asks for one may
+            end up without.
     """
     path = os.environ.get(TOKEN_FILE_VARIABLE)
-    if token is not None or not path:
-        return token
+    if token is not None:
+        return _sendable(token, "--token")
+    if not path:
+        return None
     try:
         found = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{TOKEN_FILE_VARIABLE}: {error}") from error
-    if not found:
-        raise typer.BadParameter(f"{TOKEN_FILE_VARIABLE}: {path} is empty")
-    return found
+    return _sendable(found, f"{TOKEN_FILE_VARIABLE}: {path}")
+
+
+def _sendable(token: str, source: str) -> str:
+    """A token that fits a header of HTTP and gRPC. What is wrong is said without the token: it is a secret."""
+    if not token:
+        raise typer.BadParameter(f"{source} is empty")
+    if not all("!" <= char <= "~" for char in token):
+        raise typer.BadParameter(f"{source} has characters other than printable ASCII without spaces")
+    return token
 
 
 Listen = Annotated[str, typer.Option(help="host:port of gRPC; port 0: any free one.", rich_help_panel=_NETWORK)]
@@ -63,7 +76,8 @@ TlsCa = Annotated[
     typer.Option(help="PEM: authority of peers; servers then want client certificates too.", rich_help_panel=_NETWORK),
 ]
 DrainGrace = Annotated[
-    float, typer.Option(min=0, help="Seconds for open requests after SIGTERM.", rich_help_panel=_NETWORK)
+    float,
+    typer.Option(min=0, max=MAX_SECONDS, help="Seconds for open requests after SIGTERM.", rich_help_panel=_NETWORK),
 ]
 OtlpEndpoint = Annotated[
     str | None,
@@ -115,13 +129,22 @@ def server_tls(certificate: Path | None, key: Path | None, authority: Path | Non
     """TLS of a server, when there is a certificate.
 
     Raises:
-        typer.BadParameter: a certificate without its key, or the other way round.
+        typer.BadParameter: a certificate without its key, or the other way round, or files that cannot be used.
     """
     if (certificate is None) != (key is None):
         raise typer.BadParameter("--tls-certificate and --tls-key go together")
     if certificate is None or key is None:
         return None
+    _check_pem("--tls-certificate or --tls-key", lambda context: context.load_cert_chain(certificate, key, lambda: ""))
     return ServerTls(certificate, key, authority)
+
+
+def _check_pem(options: str, load: Callable[[ssl.SSLContext], None]) -> None:
+    """Whether files can be used, before gRPC finds out and says that it cannot bind a port."""
+    try:
+        load(ssl.create_default_context())
+    except (OSError, ssl.SSLError) as error:
+        raise typer.BadParameter(f"{options}: {error.strerror or error}") from error
 
 
 def access(
@@ -131,7 +154,13 @@ def access(
     authority: Path | None,
     peer_silence_s: float = PEER_SILENCE_S,
 ) -> Access:
-    """How this process reaches others."""
+    """How this process reaches others.
+
+    Raises:
+        typer.BadParameter: the authority's file cannot be used.
+    """
+    if authority is not None:
+        _check_pem("--tls-ca", lambda context: context.load_verify_locations(authority))
     tls = ClientTls(authority, certificate, key) if authority is not None else None
     return Access(token, tls, peer_silence_s)
 

@@ -58,16 +58,26 @@ def router(
     ] = 0,
     max_attempts: Annotated[int, typer.Option(min=1, help="Failed tries of one choice.")] = _REQUESTS.max_attempts,
     objective_first_token_s: Annotated[
-        float, typer.Option(min=0, help="Goodput counts requests whose first token came within this time,")
+        float,
+        typer.Option(
+            min=0, max=shared.MAX_SECONDS, help="Goodput counts requests whose first token came within this time,"
+        ),
     ] = Objectives().first_token_s,
     objective_per_token_s: Annotated[
-        float, typer.Option(min=0, help="and whose later tokens took no longer than this on average.")
+        float,
+        typer.Option(min=0, max=shared.MAX_SECONDS, help="and whose later tokens took no longer than this on average."),
     ] = Objectives().per_token_s,
     hang_timeout_s: Annotated[
-        float, typer.Option(min=0.6, help="Silence after which a worker, or a caller, is given up.")
+        float,
+        typer.Option(min=0.6, max=shared.MAX_SECONDS, help="Silence after which a worker, or a caller, is given up."),
     ] = _HEALTH.hang_timeout_s,
     stall_timeout_s: Annotated[
-        float, typer.Option(min=0.6, help="A worker without progress for so long, with work at hand, is given up.")
+        float,
+        typer.Option(
+            min=0.6,
+            max=shared.MAX_SECONDS,
+            help="A worker without progress for so long, with work at hand, is given up.",
+        ),
     ] = _HEALTH.stall_timeout_s,
     max_requests_per_s: Annotated[
         float, typer.Option(min=0, help="More are refused with a retry hint; 0: no limit.")
@@ -169,7 +179,9 @@ async def _wait_for_a_pair(running: "Router") -> None:
 @app.command()
 def drain(
     worker: Annotated[str, typer.Argument(help="host:port of a prefill or decode.")],
-    grace_s: Annotated[float, typer.Option(min=0, help="Seconds until what still runs is cancelled.")] = 60.0,
+    grace_s: Annotated[
+        float, typer.Option(min=0, max=shared.MAX_SECONDS, help="Seconds until what still runs is cancelled.")
+    ] = 60.0,
     token: shared.Token = None,
     tls_certificate: shared.TlsCertificate = None,
     tls_key: shared.TlsKey = None,

@@ -17,6 +17,7 @@ from graftline.engine.config import AttentionBackend, EngineConfig, Role, StageC
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
+from graftline.worker.host_memory import check_room
 from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
 from graftline.worker.placement import AUTO, CPU, DeviceMemory, Host
 from graftline.worker.process import die_with_launcher, end_process, outlive_signals, set_up_logging
@@ -44,10 +45,12 @@ class Option:
     panel: str
     least: float | None = None
     default: Any = None
+    most: float | None = None
 
     def parameter(self, default: Any) -> inspect.Parameter:
         """What typer reads."""
-        option = typer.Option(help=self.help, rich_help_panel=self.panel, min=self.least)
+        most = shared.MAX_SECONDS if self.name.endswith("_s") else self.most
+        option = typer.Option(help=self.help, rich_help_panel=self.panel, min=self.least, max=most)
         kind = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[self.kind, option])
 
@@ -74,7 +77,7 @@ ENGINE_OPTIONS = (
     Option("page_size", int, "Token positions a page.", _MEMORY, 1),
     Option("pages", int, "Pages; 0: as many as there is memory for.", _MEMORY, 0),
     Option("memory_mib", int, "MiB for the largest stage's pools; 0: 512, on a GPU by --memory-fraction.", _MEMORY, 0),
-    Option("memory_fraction", float, "Share of a GPU for this worker's stages on it; 0: 0.9.", _MEMORY, 0),
+    Option("memory_fraction", float, "Share of a GPU for this worker's stages on it; 0: 0.9.", _MEMORY, 0, most=1),
     Option("chunk_tokens", int, "Most prompt tokens of a prefill step; 0: 256, on a GPU 2048.", _MEMORY, 0),
     Option("max_running", int, "Request slots.", _MEMORY, 1),
     Option("max_queued", int, "Waiting requests beyond which new ones are refused.", _MEMORY, 1),
@@ -296,6 +299,8 @@ def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfi
     is_wide = "WORLD_SIZE" in os.environ
     engine = resolve_engine_config(options, role, Host(measures=not is_wide))
     worker = worker_config(given)
+    if engine.device_type == CPU:
+        check_room(engine, None if not is_wide else int(os.environ.get("RANK", "0")))
     if is_wide and engine.device_type == "cuda" and not (options.pages or options.memory_mib):
         raise InvalidRequestError("memory_mib", "must be said (or pages): stages of several hosts have to agree")
     if int(os.environ.get("RANK", "0")) > 0 and engine.num_stages > 1:

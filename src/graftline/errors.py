@@ -22,6 +22,10 @@ class InvalidRequestError(GraftlineError):
         self.problem = problem
 
 
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room for output."""
+
+
 class OutOfCapacityError(GraftlineError):
     """A queue or a pool is full; the same request may work later."""
 

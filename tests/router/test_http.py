@@ -196,7 +196,7 @@ async def test_bad_bodies_are_refused_with_the_field_and_the_next_request_is_ser
             is_unknown = changes.get("model") == "other"
             assert response.status_code == (404 if is_unknown else 400), changes
             error = response.json()["error"]
-            assert error["code"] == ("model_not_found" if is_unknown else None)
+            assert error["code"] in ({"model_not_found"} if is_unknown else {None, "context_length_exceeded"})
             assert error["param"] == param, (changes, error)
             assert error["type"] == "invalid_request_error"
             assert error["message"].startswith(f"{param}: ")
@@ -401,14 +401,55 @@ async def test_ready_speaks_for_grpc_too(monkeypatch: pytest.MonkeyPatch) -> Non
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
+async def test_one_id_may_go_with_several_requests_and_comes_back() -> None:
+    """CASES I54: clients send one along with all calls of a turn, proxies with retries; unfit ones are replaced."""
+    async with http(prefill(), decode(token_delay_s=0.02)) as (h, client):
+        body = {"messages": CHAT, "max_tokens": 20, "ignore_eos": True}
+        same = [client.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine"}) for _ in range(3)]
+        answers = await asyncio.gather(*same)
+        assert [(a.status_code, a.headers["x-request-id"]) for a in answers] == [(200, "mine")] * 3
+        assert len({answer.json()["id"] for answer in answers}) == 3
+        for unfit in ("", "a" * 300, "a\tb"):
+            answer = await client.post(
+                "/v1/completions",
+                json={"prompt": "x", "max_tokens": 1, "stream": True},
+                headers={"x-request-id": unfit},
+            )
+            assert (answer.status_code, len(answer.headers["x-request-id"])) == (200, 32)
+        missing = await client.get("/nowhere", headers={"x-request-id": "mine"})
+        assert missing.headers["x-request-id"] == "mine"
+        h.assert_quiescent()
+
+
+async def test_a_conversation_that_became_too_long_has_openais_code() -> None:
+    """CASES I55: agents and gateways shorten it, or take another model, by that code."""
+    async with http() as (_, client):
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}),
+            ("/v1/completions", {"prompt": [1] * 5000}),
+        ):
+            error = (await client.post(path, json=body)).json()["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+
+
 async def test_bearer_tokens_guard_the_api_and_leave_health_open() -> None:
+    """CASES Z54: the scheme's name has no case (RFC 9110, 11.1); nothing else opens."""
     async with http(tokens=("secret", "next")) as (_, client):
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "secret"},
+            {"authorization": "Basic secret"},
+            {"authorization": "Bearer"},
+            {"authorization": "Bearer secret next"},
+        ):
             response = await client.get("/v1/models", headers=headers)
             assert (response.status_code, response.json()["error"]["type"]) == (401, "authentication_error")
             refused = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
             assert refused.status_code == 401
-        assert (await client.get("/v1/models", headers={"authorization": "Bearer next"})).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            headers = {"authorization": f"{scheme} next"}
+            assert (await client.get("/v1/models", headers=headers)).status_code == 200
         assert (await client.get("/health")).status_code == 200
 
 

@@ -3,6 +3,7 @@ next request is served."""
 
 import asyncio
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -255,3 +256,28 @@ async def test_long_prompts_are_encoded_off_the_event_loop(
     async with harness(prefill(), decode()) as h:
         await h.answer(text="x" * num_chars, max_tokens=1)
     assert [thread == threading.get_ident() for thread in threads] == [is_here]
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES I51: two such texts kept the tokenizer's threads from everybody else's prompts for ten seconds."""
+    encoded: list[int] = []
+    encode = TextTokenizer.encode_text
+
+    def noting(tokenizer: TextTokenizer, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(TextTokenizer, "encode_text", noting)
+    # The longest token, <|im_start|>, has twelve characters.
+    most = 12 * CONTEXT_LENGTH
+    async with harness(prefill(), decode()) as h:
+        for fields in ({"text": "x" * (most + 1)}, {"chat": [("user", "x" * (most + 1))]}):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await h.answer(**fields)
+            assert re.search(r"are at least (4097|4101) tokens and leave no room", str(caught.value.details()))
+        assert encoded == []
+        for text in ("x" * most, "<|im_start|>" * CONTEXT_LENGTH):
+            with pytest.raises(grpc.aio.AioRpcError, match="leave no room"):
+                await h.answer(text=text)
+        assert encoded == [most, most]
+        assert (await h.answer(text="<|im_start|>" * (CONTEXT_LENGTH - 1), max_tokens=1)).finish is not None

@@ -348,3 +348,20 @@ async def test_a_wildcard_is_never_advertised() -> None:
             pass
     async with running_router(RouterConfig(listen="0.0.0.0:0", advertise="localhost")) as router:
         assert router.address.startswith("localhost:")
+
+
+async def test_a_source_that_stays_broken_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """CASES D53: sources are asked every second; a log that says so every second hides all else."""
+    caplog.set_level("INFO", "graftline.router.sources")
+    names = ListSource(WorkerLists(prefill=("dns:no-such-name.invalid:1",)))
+    file = FileSource(tmp_path / "workers.json")
+    for _ in range(3):
+        await names.workers()
+        await file.workers()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    (tmp_path / "workers.json").write_text("{}")
+    await file.workers()
+    (tmp_path / "workers.json").write_text("{")
+    for _ in range(2):
+        await file.workers()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2 + ["INFO", "WARNING"]

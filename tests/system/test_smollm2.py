@@ -107,7 +107,7 @@ async def test_default_model_is_exact(
         )
         alone = await ask(system, chats[0], GREEDY)
     for chat, sampling, choice in zip(chats, samplings, together, strict=True):
-        prompt = served.encode_chat([TemplateMessage(turn.role, turn.content) for turn in chat])
+        prompt = served.encode_chat([TemplateMessage(turn.role, turn.content) for turn in chat], 1 << 20)
         expected = await asyncio.to_thread(
             plain[dtype].answer, prompt, NEW_TOKENS, sampling, eos_ids=tuple(served.eos_token_ids)
         )

@@ -109,3 +109,34 @@ def test_a_later_stage_waits_for_the_first_ones_word(exit_after_s: float | None,
         child.send_signal(number)
     child.communicate("stop\n", TIMEOUT_S)
     assert child.returncode == status
+
+
+def test_a_containers_first_process_ends_on_sigterm_while_it_starts() -> None:
+    """CASES D52: the kernel ignores signals of process 1 that it does not handle."""
+    code = "import os, time; os.getpid = lambda: 1\n"
+    code += "from graftline.worker.process import begin_process\n"
+    code += "begin_process(); print('here', flush=True); time.sleep(600)"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        child = run(code)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "here\n"
+        child.send_signal(number)
+        child.communicate(timeout=TIMEOUT_S)
+        assert child.returncode == 128 + number
+
+
+def test_closed_standard_streams_are_no_ones_files() -> None:
+    """CASES D52: the next socket would take the number of one, and what is printed would go to its peer."""
+    code = "import os; os.close(0); os.close(1)\n"
+    code += "from graftline.worker.process import begin_process\n"
+    code += "begin_process(); assert os.open(os.devnull, os.O_RDONLY) > 2"
+    child = run(code)
+    _, said = child.communicate(timeout=TIMEOUT_S)
+    assert child.returncode == 0, said
+    # As a shell closes it, before Python begins.
+    code = "from graftline.worker.process import begin_process, end_process; begin_process(); print(1); end_process(7)"
+    child = subprocess.Popen(
+        ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, code], stderr=subprocess.PIPE, text=True
+    )
+    _, said = child.communicate(timeout=TIMEOUT_S)
+    assert child.returncode == 7, said

@@ -1,9 +1,11 @@
 """A worker's metrics: what the service observes as it happens, what the engine counts read at every scrape."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from http.server import ThreadingHTTPServer
+from socketserver import BaseRequestHandler
 from typing import Any
 
 from prometheus_client import start_http_server
@@ -167,16 +169,34 @@ class DecodeMetrics(ServiceMetrics):
         self._quarantines.inc()
 
 
+# For a request to come and its answer to be taken: a scraper asks at once.
+SCRAPE_TIMEOUT_S = 10.0
+
+
+def _impatient(handler: Any, timeout_s: float) -> type[BaseRequestHandler]:
+    """A handler that ends connections which bring no request, or do not take its answer: each holds a thread."""
+
+    class Impatient(handler):  # type: ignore[misc]  # whatever class the library uses
+        timeout = timeout_s
+
+        def handle(self) -> None:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                super().handle()
+
+    return Impatient
+
+
 class MetricsServer:
     """Prometheus' text format over HTTP, in a thread of its own."""
 
-    def __init__(self, metrics: Metrics, listen: str) -> None:
+    def __init__(self, metrics: Metrics, listen: str, timeout_s: float = SCRAPE_TIMEOUT_S) -> None:
         """Raises PeerUnavailableError when the port cannot be opened."""
         host, port = parse_address(listen, field="metrics_listen")
         try:
             server, thread = start_http_server(port, host.strip("[]"), metrics.registry)
         except OSError as error:
             raise PeerUnavailableError(f"cannot listen on {listen}: {error}") from error
+        server.RequestHandlerClass = _impatient(server.RequestHandlerClass, timeout_s)
         self._server: Any | ThreadingHTTPServer = server
         self._thread: threading.Thread = thread
         self.address = f"{host}:{server.server_port}"

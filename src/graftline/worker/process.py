@@ -18,6 +18,30 @@ PARENT_VARIABLE = "GRAFTLINE_PARENT"
 READY_FD_VARIABLE = "GRAFTLINE_READY_FD"
 _PARENT_POLL_S = 0.5
 _LAST_WORDS_S = 10.0
+_STANDARD_ERROR = 2
+
+
+def begin_process() -> None:
+    """What comes before everything else in a process.
+
+    The first process of a container has no default for signals: until somebody handles them, SIGTERM is ignored while
+    libraries and weights load, and the container is killed at the end of its patience. And where a standard stream is
+    closed, the next file or socket takes its number, and whatever is printed goes there.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        pass
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+    if os.getpid() == 1:
+        end_on_signals()
+
+
+def end_on_signals() -> None:
+    """SIGTERM and SIGINT end this process, with the status that a shell gives for them, until others handle them."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(128 + number))
 
 
 def die_with_parent(expected_pid: int | None = None, *, last_words_s: float = _LAST_WORDS_S) -> None:
