@@ -5,18 +5,21 @@ holds a multiprocessor while it waits for another device.
 """
 
 import ctypes
+import logging
 from typing import Any, Protocol
 
 import torch
 
-from graftline.kernels.cuda_driver import bindings, checked, has_bindings, refusals
+from graftline.kernels.cuda_driver import CudaProgramError, bindings, checked, has_bindings, refusals
 
+_LOG = logging.getLogger(__name__)
 HANDLE_BYTES = 64
 _ALIGNED_BYTES = 2 << 20  # what is shared is whole blocks of this size
 
 
 class PeerMemory(Protocol):
-    """Addresses are ints; what is put on "the stream" goes onto the calling thread's current one.
+    """Addresses are ints; what is put on "the stream" goes onto the calling thread's current one, of a thread whose
+    current device is this one.
 
     Raises:
         CudaProgramError: from every method, when the driver refuses.
@@ -53,6 +56,9 @@ class CudaPeerMemory:
 
     Args:
         device: of this process, a CUDA device.
+
+    Raises:
+        CudaProgramError: the bindings do not load.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,8 +122,14 @@ class CudaPeerMemory:
 
 
 def peer_memory_of(device: torch.device) -> PeerMemory | None:
-    """Of a CUDA device; None elsewhere, and where NVIDIA's bindings are missing."""
-    return CudaPeerMemory(device) if device.type == "cuda" and has_bindings() else None
+    """Of a CUDA device; None elsewhere, and where NVIDIA's bindings are missing or do not load."""
+    if device.type != "cuda" or not has_bindings():
+        return None
+    try:
+        return CudaPeerMemory(device)
+    except CudaProgramError as error:
+        _LOG.warning("no memory of %s is shared with other processes: %s", device, error)
+        return None
 
 
 def _bits(value: int) -> int:
