@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,7 +30,7 @@ from graftline.engine.links_payload import (
     receive_tensor,
     send_tensor,
 )
-from graftline.engine.links_peer import RESULT_SLOT_BYTES, SLOT_BYTES, PeerPayloads, meet_peer
+from graftline.engine.links_peer import SLOT_ALIGNED, SLOT_BYTES, PeerPayloads, meet_peer
 from graftline.engine.plan import Message, decode, encode
 from graftline.errors import InternalError, InvalidRequestError
 from graftline.kernels.peer_memory import PeerMemory, peer_memory_of
@@ -129,8 +130,9 @@ class StageEnds:
         downstream: to the stage behind it.
         stars: of every stage > 0 its links with stage 0, of which a rank may use its own, and rank 0 all.
         returns: ways from the last stage to the earlier ones: all on the last stage, its own on an earlier one.
-        by_memory: all that this rank hands to other devices, or takes from them, goes through their memory: no kernel
-            waits for a peer, as NCCL's do.
+        by_memory: what this rank hands to other devices, or takes from them, goes through their memory: no kernel
+            waits for a peer, as NCCL's do. Hidden states that are larger than a slot still go by NCCL; they wait for
+            steps before theirs alone, so that waiting for them ends.
     """
 
     upstream: DistributedLink | None
@@ -146,7 +148,7 @@ def connect_stages(
     device: torch.device,
     channel: StageChannel = StageChannel.AUTO,
     *,
-    returns: bool = False,
+    return_bytes: int = 0,
     memory: PeerMemory | None = None,
 ) -> StageEnds:
     """Builds the links of a pipeline; every rank must call it, after `init_process_group`.
@@ -154,7 +156,8 @@ def connect_stages(
     Args:
         device: of this rank's stage.
         channel: how hidden states are to go; "auto" decides for every two neighbours.
-        returns: the last stage's rounds go back to the earlier ones; see `engine/round_returns.py`.
+        return_bytes: of the largest round that goes back from the last stage to the earlier ones, see
+            `engine/round_returns.py`; 0: none does.
         memory: of this rank's device, for ways through memory of the other one; by default a GPU's where there is one.
 
     Raises:
@@ -165,15 +168,16 @@ def connect_stages(
         raise InvalidRequestError("stage_channel", f"nccl: stages on {device.type}")
     meeting = _Meeting(rank, device, memory or peer_memory_of(device), channel is not StageChannel.NCCL)
     pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
-    direct = [_goes_direct(channel, *pair, device.type) for pair in _gpus_of(pairs, num_stages, device)]
-    chain = [_chain_link(pair, goes, meeting) for pair, goes in zip(pairs, direct, strict=True)]
-    stars = [
-        StageStar(control=_link(0, stage, rank), results=_link(stage, 0, rank), reports=_link(stage, 0, rank))
-        for stage in range(1, num_stages)
-    ]
+    with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+        direct = [_goes_direct(channel, *pair, device.type) for pair in _gpus_of(pairs, num_stages, device)]
+        chain = [_chain_link(pair, goes, meeting) for pair, goes in zip(pairs, direct, strict=True)]
+        stars = [
+            StageStar(control=_link(0, stage, rank), results=_link(stage, 0, rank), reports=_link(stage, 0, rank))
+            for stage in range(1, num_stages)
+        ]
+        ways = _return_ways(num_stages, meeting, return_bytes) if return_bytes else []
     upstream = chain[rank - 1] if rank > 0 else None
     downstream = chain[rank] if rank < num_stages - 1 else None
-    ways = _return_ways(num_stages, meeting) if returns else []
     return StageEnds(upstream, downstream, stars, ways, meeting.by_memory)
 
 
@@ -225,7 +229,7 @@ class _Meeting:
 
     Attributes:
         memory: of its device, None where there is none that a peer can reach.
-        tries_memory: ways through memory of the other device are wanted, where there is such.
+        tries_memory: ways through memory of the other device are wanted, where there is such; alike on all ranks.
         by_memory: see `StageEnds`; of the ways so far.
     """
 
@@ -238,8 +242,7 @@ class _Meeting:
     def between(self, source: int, target: int, slot_bytes: int, max_unfinished: int) -> Payloads | None:
         """A way for what lies on devices; None on other ranks than the two. Every rank must call it."""
         group = _new_group(source, target, _backend(self.device))
-        has_memory = self.tries_memory and (self.memory is not None or self.device.type == "cuda")
-        words = _new_group(source, target, "gloo") if has_memory else None
+        words = _new_group(source, target, "gloo") if self.tries_memory else None
         if self.rank not in (source, target):
             return None
         direct = DirectPayloads(group, source, target, self.device, max_unfinished)
@@ -264,13 +267,17 @@ def _chain_link(pair: tuple[int, int], goes_direct: bool, meeting: _Meeting) -> 
     return DistributedLink(group, source, target, way)
 
 
-def _return_ways(num_stages: int, meeting: _Meeting) -> list[Payloads]:
-    """Ways of their own: what goes back must not wait behind hidden states that go forth."""
+def _return_ways(num_stages: int, meeting: _Meeting, return_bytes: int) -> list[Payloads]:
+    """Ways of their own: what goes back must not wait behind hidden states that go forth. Every round fits into a slot:
+    an earlier stage takes it with the next plan of its microbatch, which may never come, and a kernel of NCCL's would
+    hold a multiprocessor of the last stage until then.
+    """
     if meeting.device.type == "cuda" and not dist.is_nccl_available():
         raise InvalidRequestError("overlap", "rounds ahead of the host need NCCL between stages on several GPUs")
     last = num_stages - 1
     # One round of every microbatch can be on its way at most: no send ever waits here.
-    ways = [meeting.between(last, stage, RESULT_SLOT_BYTES, num_stages + 2) for stage in range(last)]
+    slot_bytes = -(-return_bytes // SLOT_ALIGNED) * SLOT_ALIGNED
+    ways = [meeting.between(last, stage, slot_bytes, num_stages + 2) for stage in range(last)]
     return [way for way in ways if way is not None]
 
 

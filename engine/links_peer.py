@@ -17,16 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graftline.engine.links_payload import BOOT_ID, Payloads, receive_tensor, send_tensor
-from graftline.kernels.cuda_driver import CudaProgramError
+from graftline.kernels.cuda_driver import CudaProgramError, refusals
 from graftline.kernels.peer_memory import HANDLE_BYTES, PeerMemory
 
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 8 << 20
 """Of hidden states: 256 rows of 4096 in bfloat16 with three features."""
-RESULT_SLOT_BYTES = 1 << 20
-"""Of results of rounds that return."""
-_SLOT_ALIGNED = 256
+SLOT_ALIGNED = 256
 _ID_BYTES = 64
 _TRIAL_S = 2.0
 _POLL_S = 0.001
@@ -124,8 +122,8 @@ def meet_peer(
     """
     is_source = rank == source
     other = target if is_source else source
-    assert slot_bytes % _SLOT_ALIGNED == 0
-    own, handle, trouble = _share(memory, _SLOT_ALIGNED if is_source else slots * slot_bytes + _SLOT_ALIGNED)
+    assert slot_bytes % SLOT_ALIGNED == 0
+    own, handle, trouble = _share(memory, SLOT_ALIGNED if is_source else slots * slot_bytes + SLOT_ALIGNED)
     boot_id = BOOT_ID.read_bytes().strip()[:_ID_BYTES].ljust(_ID_BYTES)
     hello = _swapped(group, is_source, other, boot_id + handle)
     if not trouble and hello[:_ID_BYTES] != boot_id:
@@ -160,29 +158,31 @@ def _share(memory: PeerMemory | None, num_bytes: int) -> tuple[int, bytes, str]:
         if memory is not None:
             address = memory.allocate(num_bytes)
             return address, memory.export(address), ""
-        trouble = "there are no NVIDIA bindings (cuda-bindings)"
+        trouble = "there is no memory that others can open (on a GPU: no cuda-bindings)"
     except CudaProgramError as error:
         trouble = str(error)
     return 0, bytes(HANDLE_BYTES), trouble
 
 
 def _try(memory: PeerMemory, place: Place, is_source: bool) -> str:
-    """Uses the first slot, with the hosts waiting for numbers, so that what does not arrive holds up no stream.
+    """Uses the first slot, with the hosts waiting for numbers, so that what does not arrive holds up no stream. The
+    streams are told to wait only for what is there.
 
     Returns:
         What went wrong, else nothing.
     """
     try:
-        if is_source:
-            own = place.read + _PATTERN_AT
-            memory.write(own, _TRIAL_PATTERN)
-            memory.copy(place.ring, own, _PATTERN_BYTES)
-            memory.write(place.written, 1)
-            return _awaited(memory, place.read)
-        trouble = _awaited(memory, place.written)
-        if not trouble and memory.read(place.ring) != _TRIAL_PATTERN:
-            trouble = "what arrived is not what was sent"
-        memory.write(place.read, 1)
+        with refusals():
+            if is_source:
+                own = place.read + _PATTERN_AT
+                memory.write(own, _TRIAL_PATTERN)
+                memory.copy(place.ring, own, _PATTERN_BYTES)
+                memory.write(place.written, 1)
+                return _awaited(memory, place.read)
+            trouble = _awaited(memory, place.written)
+            if not trouble and memory.read(place.ring) != _TRIAL_PATTERN:
+                trouble = "what arrived is not what was sent"
+            memory.write(place.read, 1)
     except CudaProgramError as error:
         return str(error)
     return trouble
@@ -194,6 +194,7 @@ def _awaited(memory: PeerMemory, address: int) -> str:
         if time.monotonic() > deadline:
             return f"nothing arrived within {_TRIAL_S:g} s"
         time.sleep(_POLL_S)
+    memory.await_at_least(address, 1)
     return ""
 
 

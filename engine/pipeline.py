@@ -37,6 +37,7 @@ from graftline.engine.plan import (
     StepPlan,
     Stop,
 )
+from graftline.engine.round_returns import returned_bytes
 from graftline.engine.round_state import RoundState
 from graftline.engine.stage_builder import build_stage, shared_round_state
 from graftline.engine.stage_stream import StageStream
@@ -358,7 +359,7 @@ class Pipeline:
             self._await_children(store, deadline)
             dist.init_process_group("gloo", store=store, rank=0, world_size=count, timeout=timeout)
         config, device = self._config, torch.device(self._config.stage_device(0))
-        ends = connect_stages(count, 0, device, config.stage_channel, returns=config.returns_rounds)
+        ends = connect_stages(count, 0, device, config.stage_channel, return_bytes=returned_bytes(config))
         hubs = []
         for star in ends.stars:
             assert star.control is not None

@@ -12,10 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftline.engine.config import EngineConfig
 from graftline.engine.links_payload import Payloads
 from graftline.engine.plan import StepPlan
 from graftline.engine.round_state import RoundState
+from graftline.kernels.round_open import RoundLayout
 from graftline.kernels.upload import RecurringUploads
+
+
+def returned_bytes(config: EngineConfig) -> int:
+    """Of the largest round that goes back; 0 where none does."""
+    if not config.returns_rounds:
+        return 0
+    path_len = config.tree.longest_path_len
+    columns = path_len + RoundLayout(path_len, config.tree.nodes).width
+    return config.max_running * columns * torch.int64.itemsize
 
 
 class ReturningRounds:

@@ -19,6 +19,7 @@ from graftline.engine.links import QueuedSender, StageLinks
 from graftline.engine.links_distributed import connect_stages, leave_job
 from graftline.engine.pipeline import STAGE_CONFIG_VARIABLE, joined_key
 from graftline.engine.plan import StageFailed, StageReady
+from graftline.engine.round_returns import returned_bytes
 from graftline.engine.stage_builder import build_stage
 from graftline.engine.stage_stream import StageStream
 from graftline.engine.stage_worker import StageWorker
@@ -62,7 +63,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
         dist.init_process_group("gloo", store=store, rank=stage, world_size=config.num_stages, timeout=JOIN_TIMEOUT)
     else:
         dist.init_process_group("gloo", init_method="env://", timeout=JOIN_TIMEOUT)
-    ends = connect_stages(config.num_stages, stage, device, config.stage_channel, returns=config.returns_rounds)
+    ends = connect_stages(config.num_stages, stage, device, config.stage_channel, return_bytes=returned_bytes(config))
     star = ends.stars[stage - 1]
     assert ends.upstream is not None
     assert star.control is not None

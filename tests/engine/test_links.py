@@ -13,6 +13,7 @@ import torch
 from shared_peer_memory import SharedPeerMemory
 from torch import Tensor
 
+from graftline.engine import links_distributed
 from graftline.engine.config import StageChannel
 from graftline.engine.links import LocalLink, QueuedSender
 from graftline.engine.links_distributed import DistributedLink, StageStar, connect_stages, leave_job
@@ -183,8 +184,8 @@ def test_steps_in_flight_keep_their_hidden_states(channel: Channel) -> None:
 
 @pytest.mark.parametrize(
     ("own_memory", "their_memory"),
-    [(fault, "well") for fault in ("allocate", "open", "write")]
-    + [("well", fault) for fault in ("allocate", "open", "write")],
+    [(fault, "well") for fault in ("none", "allocate", "open", "write", "await")]
+    + [("well", fault) for fault in ("none", "allocate", "open", "write", "await")],
 )
 def test_ends_that_do_not_reach_each_others_memory_take_the_other_way(own_memory: str, their_memory: str) -> None:
     """Both take it, whichever of them is in trouble; what never arrives is waited for by nobody for long."""
@@ -195,6 +196,27 @@ def test_ends_that_do_not_reach_each_others_memory_take_the_other_way(own_memory
         assert payload is not None
         assert torch.equal(payload, sent * 2)
         stop(downstream, star, child)
+
+
+def test_ends_meet_with_their_own_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the trial puts on a default stream would go to another GPU's otherwise."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def gpus(*_: object) -> list[object]:
+        assert current == [torch.device("cuda", 1)]
+        return []
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(links_distributed, "_gpus_of", gpus)
+    ends = connect_stages(1, 0, torch.device("cuda", 1), memory=SharedPeerMemory())
+    assert ends.upstream is ends.downstream is None
+    assert current == []
 
 
 def test_numbers_of_a_long_life_wrap_around() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import stage_main
 import torch
+from msgspec import structs
 from tiny_world import TinyWorld, prompt
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from graftline.engine.decode_engine import DecodeScheduler
 from graftline.engine.pipeline import StageCommand
 from graftline.engine.plan import Segment, SlotOpening, StepPlan, StepResult
 from graftline.engine.request import DraftTree, Request, RequestId, RequestKey, Sampling, Stopping, Token
-from graftline.engine.round_returns import ReturnedRounds, ReturningRounds
+from graftline.engine.round_returns import ReturnedRounds, ReturningRounds, returned_bytes
 from graftline.engine.round_state import RoundState
 from graftline.engine.service_api import DecodeEvent, DecodeFinished, Reserved, Tokens
 from graftline.engine.transfer_port import NoTransfer
@@ -113,6 +114,26 @@ def test_rounds_run_ahead_where_they_come_back(changes: dict[str, object], expec
     fields["stage_channel"] = StageChannel.DIRECT
     config = EngineConfig(model="none", role=Role.DECODE, **(fields | changes))  # type: ignore[arg-type]
     assert config.rounds_ahead == expected
+
+
+@pytest.mark.parametrize("shape", [NO_SPECULATION, TreeShape(3, 1, 4, 5), TreeShape(5, 8, 64)], ids=str)
+def test_the_largest_round_has_room_on_its_way_back(shape: TreeShape) -> None:
+    """What is larger goes by NCCL, whose kernels wait for a plan that may never come."""
+    config = EngineConfig(
+        model="none",
+        role=Role.DECODE,
+        draft_head="head",
+        layer_split=(2, 2),
+        stage_channel=StageChannel.DIRECT,
+        max_running=1000,
+        tree=shape,
+        device_rounds=True,
+    )
+    state, way = RoundState(1000, 32, shape, 4, CPU), Way()
+    results = torch.zeros(1000, state.path_len + state.layout.width, dtype=torch.int64)
+    ReturningRounds([way]).send(results)
+    assert way.sent[0].nbytes == returned_bytes(config)
+    assert returned_bytes(structs.replace(config, overlap=False)) == 0
 
 
 @contextmanager
