@@ -70,7 +70,7 @@ ENGINE_OPTIONS = (
     Option("stages", int, "Pipeline stages.", _PIPELINE, 1),
     Option("layer_split", str, "Layers of every stage (10,12,8), measured, weights, or auto.", _PIPELINE),
     Option("stage_mode", StageMode, "Stages as processes, or as threads of this one.", _PIPELINE),
-    Option("stage_channel", StageChannel, "Hidden states through host memory, or directly (NCCL).", _PIPELINE),
+    Option("stage_channel", StageChannel, "Hidden states through the host, from GPU to GPU, or by NCCL.", _PIPELINE),
     Option("threads", int, "CPU threads of every stage; 0: the cores shared.", _PIPELINE, 0),
     Option("stage_timeout_s", float, "Silence after which a stage is dead or frozen.", _PIPELINE, 0.5),
     Option("step_timeout_s", float, "A step without any progress for so long is hung.", _PIPELINE, 0.5),

@@ -17,7 +17,8 @@ CPU = "cpu"
 _GPU = re.compile(r"cuda:\d+")
 _MIB = 1 << 20
 DEFAULT_FRACTION = 0.9
-# What a process takes of its GPU besides weights, pools and activations: driver context, libraries' workspaces, graphs.
+# What a process takes of its GPU besides weights, pools and activations: driver context, libraries' workspaces, graphs,
+# rings between stages.
 PROCESS_BYTES = 2 << 30
 
 
