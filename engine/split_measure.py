@@ -24,6 +24,7 @@ from graftline.engine.models.config import ModelConfig
 from graftline.engine.pages import num_pages_for
 from graftline.engine.plan import PageChange, Segment, SlotOpening, StepPlan, StepReport
 from graftline.engine.stage_builder import build_stage, payload_columns
+from graftline.engine.stage_stream import StageStream
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,8 @@ def _time_stage(config: EngineConfig, index: int, model: ModelConfig, by_memory:
     device = torch.device(config.stage_device(index))
     plan = _plan(config, model)
     steps = 1 if device.type == "cpu" else _STEPS_TOGETHER
-    with torch.inference_mode():
+    # As stages do: kernels are launched on the thread's current GPU, whatever GPU their tensors are on.
+    with StageStream(device, urgent=config.role is Role.PREFILL).entered(), torch.inference_mode():
         stage = build_stage(config, index, by_memory=by_memory).stage
         payload = _payload(config, index, model, plan, device)
         times: list[float] = []
@@ -153,7 +155,7 @@ def _time_stage(config: EngineConfig, index: int, model: ModelConfig, by_memory:
             clock = BusyClock(device)
             begun = time.monotonic()
             if device.type == "cuda":
-                _sleep(device, _HEAD_START * launch_s)
+                _sleep(_HEAD_START * launch_s)
             for _ in range(steps):
                 with clock.step():
                     stage.execute(plan, payload, _ignore)
@@ -205,9 +207,8 @@ def _payload(
     return torch.randn((rows, columns), generator=generator, device=device).to(dtype)
 
 
-def _sleep(device: torch.device, seconds: float) -> None:
-    with torch.cuda.device(device):
-        torch.cuda._sleep(round(min(seconds, _MOST_SLEEP_S) * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+def _sleep(seconds: float) -> None:
+    torch.cuda._sleep(round(min(seconds, _MOST_SLEEP_S) * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
 
 
 def _settle(device: torch.device) -> None:

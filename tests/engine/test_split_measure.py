@@ -1,8 +1,11 @@
 """Splits by times: stages are really built and run, and what they are timed with is their role's work."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec import structs
 from tiny_world import TinyWorld
 
@@ -13,6 +16,7 @@ from graftline.engine.config import MTP_HEAD, EngineConfig, Role
 from graftline.engine.models.checkpoint import read_model_config
 from graftline.engine.models.qwen3_next_random import write_tiny_qwen3_next
 from graftline.engine.split_measure import StageTimes, measure_stages, measured_split
+from graftline.engine.stage_builder import BuiltStage, build_stage
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 
 
@@ -68,6 +72,41 @@ def test_trees_are_cut_as_rounds_cut_them(world: TinyWorld) -> None:
     plan = split_measure._plan(split_measure._small(settings, (2, 2)), read_model_config(world.plain.path))
     assert [one.num_rows for one in plan.segments] == [4] * 16
     assert plan.round_size == 16
+
+
+def test_stages_are_timed_with_their_own_gpu_current(world: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first stage on another GPU than the first: kernels go to the thread's current one."""
+    entered: list[torch.device] = []
+
+    class Stream:
+        def __init__(self, device: torch.device, *, urgent: bool) -> None:
+            self._device = device
+
+        @contextmanager
+        def entered(self) -> Iterator[None]:
+            entered.append(self._device)
+            yield
+            entered.pop()
+
+    def build(small: EngineConfig, index: int, **options: bool) -> BuiltStage:
+        assert entered == [torch.device(small.stage_device(index))]
+        return build_stage(small, index, **options)
+
+    monkeypatch.setattr(split_measure, "StageStream", Stream)
+    monkeypatch.setattr(split_measure, "build_stage", build)
+    assert sum(measured_split(config(world.plain.path, Role.DECODE, (2, 2), str(world.eagle)))) == 4
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_stages_on_other_gpus_than_the_first_are_timed(world: TinyWorld) -> None:
+    settings = structs.replace(
+        config(world.plain.path, Role.DECODE, (2, 2), str(world.eagle)),
+        dtype="bfloat16",
+        devices=("cuda:1", "cuda:0"),
+        device_rounds=True,
+    )
+    assert sum(measured_split(settings)) == 4
 
 
 @pytest.mark.parametrize(
