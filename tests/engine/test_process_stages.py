@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 import stage_main
+from shared_peer_memory import SharedPeerMemory
 from tiny_world import TinyWorld, prompt
 
+from graftline.engine import links_distributed
 from graftline.engine.config import EngineConfig, Role, StageChannel
 from graftline.engine.decode_engine import DecodeScheduler
 from graftline.engine.pipeline import Pipeline, StageCommand
@@ -54,6 +56,12 @@ WAIT_S = 60.0
 COMMAND = StageCommand("stage_main", {"PYTHONPATH": str(Path(stage_main.__file__).parent)})
 
 
+def sharing_memory(monkeypatch: pytest.MonkeyPatch, memory: SharedPeerMemory) -> StageCommand:
+    """For stages that write into each other's memory, which is this one for the first of them."""
+    monkeypatch.setattr(links_distributed, "peer_memory_of", lambda device: memory)
+    return StageCommand(COMMAND.module, {**COMMAND.environment, "SHARED_MEMORY": "1"})
+
+
 def config(world: TinyWorld, role: Role, **changes: Any) -> EngineConfig:
     fields: dict[str, Any] = {
         "model": str(world.plain.path),
@@ -80,9 +88,11 @@ def children() -> list[psutil.Process]:
 
 
 @contextmanager
-def pipeline(world: TinyWorld, **changes: Any) -> Iterator[tuple[Pipeline, "queue.SimpleQueue[Report]"]]:
+def pipeline(
+    world: TinyWorld, command: StageCommand = COMMAND, **changes: Any
+) -> Iterator[tuple[Pipeline, "queue.SimpleQueue[Report]"]]:
     inbox: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    stages = Pipeline(config(world, Role.DECODE, **changes), lambda stage: NoTransfer(), COMMAND, inbox)
+    stages = Pipeline(config(world, Role.DECODE, **changes), lambda stage: NoTransfer(), command, inbox)
     stages.start(WAIT_S)
     started = children()
     try:
@@ -99,12 +109,18 @@ def outcome(inbox: "queue.SimpleQueue[Report]", step: int) -> SegmentOutcome:
     return report.outcomes[0]
 
 
-@pytest.mark.parametrize("channel", [StageChannel.HOST, StageChannel.DIRECT], ids=lambda channel: channel.value)
-def test_three_processes_generate_what_one_does(world: TinyWorld, channel: StageChannel) -> None:
+@pytest.mark.parametrize("channel", ["host", "direct", "memory"])
+def test_three_processes_generate_what_one_does(
+    world: TinyWorld, channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CASES P09, P13, P18: two chunks of a prompt, then trees over three processes: the plain model's ids."""
     ids = prompt(13)
     opening = SlotOpening(0, 0.0, 0, 1.0, 0.0, 0, {}, [], 0, -1)
-    with pipeline(world, stage_channel=channel) as (stages, inbox):
+    command, kind = COMMAND, StageChannel.DIRECT if channel == "memory" else StageChannel(channel)
+    memory = SharedPeerMemory()
+    if channel == "memory":
+        command = sharing_memory(monkeypatch, memory)
+    with pipeline(world, command, stage_channel=kind) as (stages, inbox):
         assert stages.layouts == [b"", b"", b""]
         first, final = Segment(0, 0, ids[:8], None, 8, ids[8], [], False), Segment(0, 8, ids[8:], None, 4, -1, [], True)
         # Both chunks are on their way at once.
@@ -126,6 +142,8 @@ def test_three_processes_generate_what_one_does(world: TinyWorld, channel: Stage
             committed += len(accepted)
         assert emitted[:20] == world.plain.answer(ids, 20)
         stages.beat()
+    assert (memory.copied > 0) is (channel == "memory")
+    memory.close()
 
 
 class Caller:

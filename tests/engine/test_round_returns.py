@@ -10,9 +10,11 @@ import pytest
 import stage_main
 import torch
 from msgspec import structs
+from shared_peer_memory import SharedPeerMemory
 from tiny_world import TinyWorld, prompt
 from torch import Tensor
 
+from graftline.engine import links_distributed
 from graftline.engine.config import EngineConfig, Role, StageChannel, StageMode
 from graftline.engine.decode_engine import DecodeScheduler
 from graftline.engine.pipeline import StageCommand
@@ -137,7 +139,7 @@ def test_the_largest_round_has_room_on_its_way_back(shape: TreeShape) -> None:
 
 
 @contextmanager
-def decode_of(world: TinyWorld, shape: TreeShape) -> Iterator[DecodeScheduler]:
+def decode_of(world: TinyWorld, shape: TreeShape, command: StageCommand) -> Iterator[DecodeScheduler]:
     """Three stages in processes of their own. Output of this model does not depend on KV, which nobody transfers."""
     config = EngineConfig(
         model=str(world.markov.path),
@@ -151,7 +153,7 @@ def decode_of(world: TinyWorld, shape: TreeShape) -> Iterator[DecodeScheduler]:
         tree=shape,
         device_rounds=True,
     )
-    started = start_decode_engine(config, lambda stage: NoTransfer(), COMMAND, WAIT_S)
+    started = start_decode_engine(config, lambda stage: NoTransfer(), command, WAIT_S)
     try:
         yield started.scheduler
     finally:
@@ -159,10 +161,17 @@ def decode_of(world: TinyWorld, shape: TreeShape) -> Iterator[DecodeScheduler]:
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("way", ["direct", "memory"])
 @pytest.mark.parametrize("shape", [TreeShape(3, 1, 4), NO_SPECULATION], ids=str)
-def test_processes_run_ahead_of_the_host(world: TinyWorld, shape: TreeShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_run_ahead_of_the_host(
+    world: TinyWorld, shape: TreeShape, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests come and go on shared slots, some seeded: the plain model's ids, most rounds launched unread."""
     carried: list[bool] = []
+    command, memory = COMMAND, SharedPeerMemory()
+    if way == "memory":
+        monkeypatch.setattr(links_distributed, "peer_memory_of", lambda device: memory)
+        command = StageCommand(COMMAND.module, {**COMMAND.environment, "SHARED_MEMORY": "1"})
     apply = DecodeScheduler._apply
 
     def spy(self: DecodeScheduler, result: StepResult) -> None:
@@ -170,7 +179,7 @@ def test_processes_run_ahead_of_the_host(world: TinyWorld, shape: TreeShape, mon
         apply(self, result)
 
     monkeypatch.setattr(DecodeScheduler, "_apply", spy)
-    with decode_of(world, shape) as decode:
+    with decode_of(world, shape, command) as decode:
         calls = [_Call(decode, world, index) for index in range(12)]
         for call in calls[:6]:
             call.begin()
@@ -179,6 +188,8 @@ def test_processes_run_ahead_of_the_host(world: TinyWorld, shape: TreeShape, mon
             for following in calls[index + 6 : index + 7]:
                 following.begin()
     assert sum(carried) > len(carried) / 2
+    assert (memory.copied > 0) is (way == "memory")
+    memory.close()
 
 
 class _Call:

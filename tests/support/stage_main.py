@@ -1,6 +1,7 @@
 """`python stage_main.py`'s module: the process of a later stage under test, without any transfers.
 
-`SLOW_STEP` in the environment makes one step take so many seconds longer: step number, colon, seconds.
+`SLOW_STEP` in the environment makes one step take so many seconds longer: step number, colon, seconds. `SHARED_MEMORY`
+lets stages write into each other's memory.
 """
 
 import ctypes
@@ -10,6 +11,9 @@ import sys
 import time
 from typing import Any
 
+from shared_peer_memory import SharedPeerMemory
+
+from graftline.engine import links_distributed
 from graftline.engine.plan import StepPlan
 from graftline.engine.stage import Stage
 from graftline.engine.stage_process import config_from_environment, run_stage
@@ -34,5 +38,7 @@ if __name__ == "__main__":
     if "SLOW_STEP" in os.environ:
         number, _, duration = os.environ["SLOW_STEP"].partition(":")
         slow_down(int(number), float(duration))
+    if "SHARED_MEMORY" in os.environ:
+        links_distributed.peer_memory_of = lambda device: SharedPeerMemory()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.exit(run_stage(config_from_environment(), lambda stage: NoTransfer()))
