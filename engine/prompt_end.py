@@ -1,7 +1,8 @@
 """The end of a prefill's step on a GPU: sampling, drafter rows and trees are all launched before anything is read.
 
 The token that is sampled stays on the device on its way into the drafter, so that the host has launched the growth by
-the time the GPU has computed the prompt; first tokens are told as soon as they arrive, trees behind them.
+the time the GPU has computed the prompt; first tokens are told as soon as they arrive (before the growth is launched,
+if they have by then), trees behind them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graftline.engine.device_event import send_to_host
+from graftline.engine.device_event import has_passed, send_to_host
 from graftline.engine.draft_module import feature_columns
 from graftline.engine.drafter import Drafter, tree_of
 from graftline.engine.models.target_model import TargetModel
@@ -64,13 +65,9 @@ class PromptEnd:
         told = None if ids is None else _Landing.of(ids)
         outputs = self._extend(plan.segments, ends, ids, hidden, features, pages)
         drafted()
-        grown = None
-        growing = [index for index, end in enumerate(ends) if end.segment.grow]
-        if growing and ids is not None:
-            rows = [ends[index].row for index in growing]
-            grown = _Landing.of(self._grow([ends[index] for index in growing], ids, growing, outputs, rows, pages))
         outcomes = {segment.slot: SegmentOutcome(segment.slot, [], [], [], [], "") for segment in plan.segments}
-        if told is not None:
+
+        def tell(told: _Landing) -> None:
             for end, (token_id,) in zip(ends, told.rows(), strict=True):
                 tokens = [SampledToken(token_id)] if token_id >= 0 else []
                 error = "" if tokens else NO_FINITE_LOGIT
@@ -78,6 +75,18 @@ class PromptEnd:
             known = [outcome for outcome in outcomes.values() if outcome.tokens]
             if known:
                 emit(StepTokens(plan.step, known))
+
+        # Short prompts of small models are computed before their drafts are launched.
+        if told is not None and told.has_arrived:
+            tell(told)
+            told = None
+        grown = None
+        growing = [index for index, end in enumerate(ends) if end.segment.grow]
+        if growing and ids is not None:
+            rows = [ends[index].row for index in growing]
+            grown = _Landing.of(self._grow([ends[index] for index in growing], ids, growing, outputs, rows, pages))
+        if told is not None:
+            tell(told)
         if grown is not None:
             for index, row in zip(growing, grown.rows(), strict=True):
                 slot = ends[index].segment.slot
@@ -171,6 +180,11 @@ class _Landing:
         if not values.is_cuda:
             return cls(values, None)
         return cls(*send_to_host(values, sleeps=True))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Reading them would wait for nothing."""
+        return self.arrived is None or has_passed(self.arrived)
 
     def rows(self) -> list[list[int]]:
         """The values, once they have arrived."""

@@ -1,13 +1,17 @@
 """Prompts whose drafts are launched before their first token is read end as others do: same tokens, same trees."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_pair import Answer, Ask, End, local_pair
 from tiny_world import TinyWorld, prompt
+from torch import Tensor
 
 from graftline.engine.draft_head.random import write_tiny_head
-from graftline.engine.prompt_end import PromptEnd
+from graftline.engine.drafter import Drafter
+from graftline.engine.plan import StepResult, StepTokens
+from graftline.engine.prompt_end import PromptEnd, _Landing
 from graftline.engine.request import DraftTree, Sampling, TreeOrigin
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 
@@ -57,10 +61,41 @@ def test_tokens_and_trees_are_the_same(world: TinyWorld, shape: TreeShape, split
     assert len(trees) == len(LENGTHS)
 
 
+@pytest.mark.parametrize(
+    ("has_arrived", "expected"),
+    [(True, ["StepTokens", "grow", "StepResult"]), (False, ["grow", "StepTokens", "StepResult"])],
+)
+def test_a_token_that_is_there_does_not_wait_until_its_tree_is_launched(
+    world: TinyWorld, monkeypatch: pytest.MonkeyPatch, has_arrived: bool, expected: list[str]
+) -> None:
+    happened: list[str] = []
+    finish, grow = PromptEnd.finish, Drafter.grow_unseen
+
+    def spied_finish(self: PromptEnd, *arguments: Any) -> None:
+        *others, emit = arguments
+
+        def told(message: StepTokens | StepResult) -> None:
+            happened.append(type(message).__name__)
+            emit(message)
+
+        finish(self, *others, told)
+
+    def spied_grow(self: Drafter, *arguments: Any) -> Tensor:
+        happened.append("grow")
+        return grow(self, *arguments)
+
+    monkeypatch.setattr(PromptEnd, "finish", spied_finish)
+    monkeypatch.setattr(Drafter, "grow_unseen", spied_grow)
+    monkeypatch.setattr(_Landing, "has_arrived", property(lambda landing: has_arrived))
+    with local_pair(world.plain.path, world.eagle, prefill={"launch_drafts_early": True}) as pair:
+        happened.clear()  # of warm-ups, on a GPU
+        answer = pair.generate(prompt(7), 5)
+    assert happened == expected
+    assert answer.ids == world.plain.answer(prompt(7), 5)
+
+
 def test_more_trees_than_there_is_scratch_for(world: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees of one step grow in turns when they do not fit the scratch pages together."""
-    from graftline.engine.drafter import Drafter
-
     usual, expected = answers_of(world, TreeShape(4, 2, 8), True)
     made = Drafter.__init__
 
