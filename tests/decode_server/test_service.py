@@ -378,6 +378,23 @@ async def test_a_preempted_request_goes_on_where_it_was(preempt_after: int) -> N
         await decode.whole()
 
 
+async def test_what_a_request_computed_itself_is_not_called_cached() -> None:
+    """CASES A51: later attempts find in the cache what the first one put there. The caller hears with the first
+    tokens, since it may end the call before its usage comes.
+    """
+    engine = FakeDecodeEngine(preempt_after=1)
+    async with prefill_side() as prefill, decode_side(engine) as decode:
+        cached = prefill.engine.cached_tokens
+        prefill.engine.cached_tokens = lambda request: 5 if request.num_earlier_tokens else cached(request)
+        told = []
+        async for response in decode.call(prefill.address, max_tokens=9):
+            told.append(response.tokens.cached_tokens)
+        assert response.finished.usage.cached_tokens == 1
+        assert told == [1, *[0] * (len(told) - 1)]
+        assert len(prefill.engine.submitted) > 1
+        await decode.whole()
+
+
 async def test_preemptions_are_counted() -> None:
     engine = FakeDecodeEngine(preempt_after=0)
     settings = ServiceSettings(max_preemptions=2)
