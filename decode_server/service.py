@@ -26,6 +26,7 @@ from graftline.errors import (
     CancelledRequestError,
     GraftlineError,
     IncompatibleError,
+    InvalidRequestError,
     OutOfCapacityError,
     PeerUnavailableError,
     PreemptedError,
@@ -164,6 +165,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._num_calls = 0
         self._num_waiting = 0
         self._open: set[Attempt] = set()
+        self._keys: set[RequestKey] = set()  # of `_open`
         self._streams: set[CallStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -302,6 +304,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def _started(self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, peer: Peer) -> Attempt:
         request = call.next_request()
+        if request.key in self._keys:
+            # Whatever became of the second one would be done to what the first one holds.
+            asked_for = f"attempt {asked.attempt} of {asked.request_id!r}"
+            raise InvalidRequestError("request_id", f"{asked_for} is open already")
         start = start_message(
             request,
             asked,
@@ -321,6 +327,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             trace,
         )
         self._open.add(attempt)
+        self._keys.add(request.key)
         self._spawn(attempt.run(start, self._metadata + trace.metadata), name=f"handoff {request.key}")
         return attempt
 
@@ -374,6 +381,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def _on_ended(self, attempt: Attempt) -> None:
         self._open.discard(attempt)
+        self._keys.discard(attempt.request.key)
         self._note_idle()
 
     def _note_idle(self) -> None:

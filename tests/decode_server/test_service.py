@@ -405,6 +405,25 @@ async def test_preemptions_are_counted() -> None:
         await decode.whole()
 
 
+async def test_an_attempt_is_open_once_whatever_prefill_it_names() -> None:
+    """CASES B51: another call under a name in use is refused at once, and what becomes of it is not done to the first
+    one's pages. The name is free again when all of the first is over.
+    """
+    async with prefill_side("writing") as first, prefill_side() as second, decode_side() as decode:
+        held = asyncio.ensure_future(collect(decode.call(first.address, request_id="one")))
+        await first.engine.points.reached("destination")
+        for address in (second.address, first.address):
+            error, _ = await failed(decode.call(address, request_id="one"))
+            assert isinstance(error, InvalidRequestError)
+            assert "request_id: attempt 1 of 'one' is open already" in str(error)
+        assert second.engine.submitted == []
+        first.engine.let_go("writing")
+        ids, _ = await held
+        assert ids == expected_ids()
+        await decode.whole()
+        assert (await collect(decode.call(second.address, request_id="one")))[0] == expected_ids()
+
+
 async def test_late_and_duplicate_events_change_nothing() -> None:
     """CASES B19: whatever a confused prefill says twice or too late."""
     async with prefill_side("writing") as prefill, decode_side() as decode:
