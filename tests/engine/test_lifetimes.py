@@ -314,6 +314,24 @@ def test_a_pool_for_two_serves_six(world: TinyWorld, page_size: int, speculates:
         assert answer.ids == world.plain.answer(ask.token_ids, 14)
 
 
+def test_who_was_preempted_is_let_in_with_room_to_grow(world: TinyWorld) -> None:
+    """CASES R52: long outputs and a pool for a few: nobody is let in just to give way and be prefilled again."""
+    with local_pair(
+        world.markov.path,
+        world.agrees,
+        tree=CHAIN,
+        num_pages=128,
+        prefill={"max_running": 32},
+        decode={"num_pages": 48},
+    ) as pair:
+        asks = [Ask(token_ids=prompt(4 + seed % 9, seed), max_tokens=120) for seed in range(16)]
+        answers = pair.run(asks)
+        assert 0 < pair.decode.totals.preemptions < 3 * len(asks)
+    for ask, answer in zip(asks, answers, strict=True):
+        assert answer.ids == world.markov.answer(ask.token_ids, 120)
+        assert answer.num_attempts <= 8
+
+
 def test_pools_that_fit_exactly(world: TinyWorld) -> None:
     """CASES S30, S40: prompt + max_tokens fill the pool to the last position, no draft looks further; neighbours."""
     with local_pair(world.markov.path, world.agrees, tree=CHAIN, decode={"num_pages": 6}) as pair:
