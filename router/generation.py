@@ -226,7 +226,10 @@ class Generator:
                 raise
             if span.is_recording:
                 span.set(request_attributes(plans))
-            observers = [RequestObserver(self._instruments_of(plan.model), received_at) for plan in plans]
+            observers = [
+                RequestObserver(self._instruments_of(plan.model), received_at, num_choices=plan.parameters.num_choices)
+                for plan in plans
+            ]
             running = _Running(self._fleet, self._metrics, self._outboxes, plans, observers, deadline, span)
             async with running as generation:
                 yield generation
