@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -264,6 +265,25 @@ async def test_no_prefill_at_the_address() -> None:
         assert leg is Leg.PREFILL
         async with prefill_side() as prefill:
             await collect(decode.call(prefill.address))
+
+
+async def test_more_prefills_than_are_remembered_take_turns() -> None:
+    """CASES F54: one that is in use is not forgotten for another, who is refused at once; idle ones are."""
+    settings = replace(QUICK, max_peers=1)
+    async with prefill_side() as first, prefill_side() as second, decode_side(settings=settings) as decode:
+        both = (first.address, second.address)
+        calls = [collect(decode.call(both[index % 2], max_tokens=5)) for index in range(12)]
+        refused = 0
+        for done in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20):
+            if isinstance(done, grpc.RpcError):
+                assert isinstance(failure_from_rpc(done).error, OutOfCapacityError)
+                refused += 1
+            else:
+                assert done[0] == expected_ids(5)
+        assert refused < len(calls)
+        for index in range(4):
+            assert (await collect(decode.call(both[index % 2], max_tokens=5)))[0] == expected_ids(5)
+        await decode.whole()
 
 
 async def test_an_incompatible_prefill_is_named() -> None:
