@@ -26,6 +26,7 @@ from graftline.errors import (
     CancelledRequestError,
     GraftlineError,
     IncompatibleError,
+    InvalidRequestError,
     OutOfCapacityError,
     PeerUnavailableError,
     PreemptedError,
@@ -93,7 +94,6 @@ class Call:
         first = self.tree_origin is TreeOrigin.NONE
         if first:
             self.tree_origin = attempt.tree_origin
-        self.cached_tokens = max(self.cached_tokens, attempt.cached_tokens)
         mine, its = self.speculation, speculation
         self.speculation = SpeculationCounts(
             rounds=mine.rounds + its.rounds,
@@ -165,6 +165,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._num_calls = 0
         self._num_waiting = 0
         self._open: set[Attempt] = set()
+        self._keys: set[RequestKey] = set()  # of `_open`
         self._streams: set[CallStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -303,6 +304,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def _started(self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, peer: Peer) -> Attempt:
         request = call.next_request()
+        if request.key in self._keys:
+            # Whatever became of the second one would be done to what the first one holds.
+            asked_for = f"attempt {asked.attempt} of {asked.request_id!r}"
+            raise InvalidRequestError("request_id", f"{asked_for} is open already")
         start = start_message(
             request,
             asked,
@@ -322,39 +327,45 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             trace,
         )
         self._open.add(attempt)
+        self._keys.add(request.key)
         self._spawn(attempt.run(start, self._metadata + trace.metadata), name=f"handoff {request.key}")
         return attempt
 
     async def _relay(self, call: Call, attempt: Attempt, context: Any) -> handoff.Outcome:
         """Tokens to the caller, until the attempt's outcome."""
         if isinstance(context, CallContext):
-            attempt.inbox.hand_on(partial(self._pass_on, call, context))
+            attempt.inbox.hand_on(partial(self._pass_on, call, attempt, context))
         try:
             while isinstance(item := await attempt.inbox.get(), Tokens):
-                self._count_tokens(call, item)
-                await self._send(context, tokens_message(item))
+                cached_tokens = self._count_tokens(call, attempt, item)
+                await self._send(context, tokens_message(item, cached_tokens))
             return item
         except BaseException:
             attempt.cancel(CancelledRequestError("the caller went away"))
             raise
 
-    def _pass_on(self, call: Call, context: CallContext, tokens: Tokens) -> bool:
+    def _pass_on(self, call: Call, attempt: Attempt, context: CallContext, tokens: Tokens) -> bool:
         """Tokens to the caller without a turn of the call's task; whether there was room for them."""
         if not context.has_room:
             return False
-        self._count_tokens(call, tokens)
-        context.fill(partial(fill_tokens, tokens))
+        cached_tokens = self._count_tokens(call, attempt, tokens)
+        context.fill(partial(fill_tokens, tokens, cached_tokens))
         return True
 
-    def _count_tokens(self, call: Call, tokens: Tokens) -> None:
+    def _count_tokens(self, call: Call, attempt: Attempt, tokens: Tokens) -> int:
+        """Counts tokens that go to the caller; how many cached ones to tell it of with them."""
         num_tokens = len(tokens.ids)
         now_s = time.monotonic()
+        cached_tokens = 0
         if call.emitted:
             self._metrics.tokens(num_tokens, now_s - call.last_token_s)
         else:
             self._metrics.first_token(now_s - call.started_s)
+            # Later attempts find in the cache what this one computed.
+            cached_tokens = call.cached_tokens = attempt.cached_tokens
         call.last_token_s = now_s
         call.emitted += tokens.ids
+        return cached_tokens
 
     async def _send(self, context: Any, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
         if isinstance(context, CallContext) and context.has_room:
@@ -370,6 +381,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def _on_ended(self, attempt: Attempt) -> None:
         self._open.discard(attempt)
+        self._keys.discard(attempt.request.key)
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -377,15 +389,17 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             self._idle.set()
 
 
-def tokens_message(tokens: Tokens) -> decode_pb2.DecodeServiceGenerateResponse:
+def tokens_message(tokens: Tokens, cached_tokens: int) -> decode_pb2.DecodeServiceGenerateResponse:
     """Tokens on their way to the caller."""
     message = decode_pb2.DecodeServiceGenerateResponse()
-    fill_tokens(tokens, message)
+    fill_tokens(tokens, cached_tokens, message)
     return message
 
 
-def fill_tokens(tokens: Tokens, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
+def fill_tokens(tokens: Tokens, cached_tokens: int, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
     """Writes tokens into an empty message."""
     message.tokens.token_ids.extend(tokens.ids)
+    if cached_tokens:
+        message.tokens.cached_tokens = cached_tokens
     if tokens.logprobs:
         message.tokens.logprobs.extend(map(logprob_message, tokens.logprobs))

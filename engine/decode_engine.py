@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from graftline.engine.config import EngineConfig
 from graftline.engine.decode_request import DecodeRequest, Ending, Outcome, Phase
@@ -52,6 +53,10 @@ from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavai
 from graftline.kernels.round_open import RoundLayout
 
 logger = logging.getLogger(__name__)
+
+# Who is let in with too little room to grow is preempted a few rounds later, its prompt computed in vain. So each
+# preemption doubles the room that is asked for, and each request that ends lessens it again.
+MAX_GROWTH_PAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,7 @@ class DecodeScheduler:
         self._check_numbers = itertools.count()
         self._checks: dict[int, _Check] = {}
         self._rounds_since_preemption = 0
+        self._growth_pages = 1  # kept for each request that has pages, before another gets any
         self._failed: str | None = None
         self._token_rate = RecentRate()
         self._recent_rounds = RecentRate(window_s=30.0)
@@ -262,23 +268,28 @@ class DecodeScheduler:
         self._line.append(waiting)
 
     def _reserve_from_line(self) -> None:
-        while self._slots.num_free and (request := self._line.take(self._fits)) is not None:
+        while self._slots.num_free and len(self._line):
+            request = self._line.take(partial(self._fits, self._pages.num_available - self._growth_room()))
+            if request is None:
+                return
             request.pages = self._pages.allocate(self._prompt_pages(request))
             request.slot = self._slots.take()
             request.phase = Phase.RESERVED
             self._say(request, Reserved(Destination(tuple(request.pages), request.slot)))
 
-    def _fits(self, request: DecodeRequest) -> bool:
-        """Whether there are pages for its prompt, and one for everybody who runs."""
-        alone = self._batches.num_requests == 0 and not self._reserved_others(request)
-        headroom = 0 if alone else self._batches.num_requests
-        return self._pages.num_available >= self._prompt_pages(request) + headroom
+    def _fits(self, num_pages: int, request: DecodeRequest) -> bool:
+        return self._prompt_pages(request) <= num_pages
+
+    def _growth_room(self) -> int:
+        """Pages that are left to those who have some already."""
+        if self._growth_pages == 1:
+            return len(self._requests) - len(self._line)
+        page_size, most = self._config.page_size, self._growth_pages
+        holders = (request for request in self._requests.values() if request.phase is not Phase.WAITING)
+        return sum(min(most, request.missing_pages(page_size)) for request in holders)
 
     def _prompt_pages(self, request: DecodeRequest) -> int:
         return num_pages_for(len(request.request.token_ids), self._config.page_size)
-
-    def _reserved_others(self, request: DecodeRequest) -> bool:
-        return any(other.phase is Phase.RESERVED for other in self._requests.values() if other is not request)
 
     def _give_back(self, key: RequestKey) -> None:
         request = self._requests.get(key)
@@ -381,6 +392,7 @@ class DecodeScheduler:
 
     def _end(self, request: DecodeRequest, ending: Ending) -> None:
         self._retire(request)
+        self._growth_pages = max(1, self._growth_pages - 1)
         self._say(request, DecodeFinished(ending.reason, ending.stop_token_id, request.counts))
 
     def _retire(self, request: DecodeRequest) -> None:
@@ -393,6 +405,8 @@ class DecodeScheduler:
         assert not request.in_flight, "a request in flight cannot lose its pages"
         logger.info("%s is preempted after %d output tokens", request.request.key, request.output_len)
         self.totals.preemptions += 1
+        if not request.preempt_forced:
+            self._growth_pages = min(2 * self._growth_pages, MAX_GROWTH_PAGES)
         self._forget(request)
         self._say(request, Preempted(request.counts))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
+from graftline.engine.pages import num_pages_for
 from graftline.engine.plan import PageChange, Segment, SegmentOutcome, SlotOpening
 from graftline.engine.request import DraftTree, FinishReason, PageId, Request, SlotId, Token
 from graftline.engine.round_results import RoundOutcome
@@ -153,6 +154,11 @@ class DecodeRequest:
         if token_id in self.ending_ids:
             return Ending(FinishReason.STOP, token_id)
         return Ending(FinishReason.LENGTH) if self.left <= 0 else None
+
+    def missing_pages(self, page_size: int) -> int:
+        """Pages that it may come to take beyond those it has."""
+        positions = len(self.request.token_ids) + self.request.stopping.max_tokens - self.request.num_earlier_tokens
+        return max(0, num_pages_for(min(positions, self.limit_len), page_size) - len(self.pages))
 
     def opening(self) -> SlotOpening:
         """What the last stage must know."""

@@ -244,22 +244,34 @@ class PrefillScheduler:
     def _admit(self) -> None:
         """Gives waiting jobs pages and a slot as long as there are any.
 
-        A decode without room gives its jobs nowhere to go: where there are several, those of one leave some slots to
-        the others'.
+        A decode without room gives its jobs nowhere to go: where there are several, those of one leave some slots and
+        pages to the others'.
         """
-        stranded = Counter(job.peer for job in self._computing if job.destination is None)
-        most = self._config.max_running
+        waiting = [job for job in self._computing if job.destination is None]
+        stranded = Counter(job.peer for job in waiting)
+        stranded_pages: Counter[str] = Counter()
+        for one in waiting:
+            stranded_pages[one.peer] += len(one.pages)
+        most, most_pages = self._config.max_running, self._config.num_pages
         if len(self._peers) > 1:
-            most = max(1, most - max(1, most // 4))
+            most, most_pages = (max(1, all_of - max(1, all_of // 4)) for all_of in (most, most_pages))
+
+        barred: set[str] = set()  # whose next one may not begin: those behind it would pass it for ever
 
         def may_begin(job: PrefillJob) -> bool:
-            return stranded[job.peer] < most
+            num_pages = stranded_pages[job.peer] + num_pages_for(job.prompt_len, self._config.page_size)
+            is_too_much = stranded[job.peer] >= most or (stranded[job.peer] > 0 and num_pages > most_pages)
+            if is_too_much:
+                barred.add(job.peer)
+            return job.peer not in barred
 
         while self._slots.num_free and (job := self._line.take(self._find_pages, may_begin)) is not None:
+            barred.clear()
             job.slot = self._slots.take()
             job.scheduled_s = time.monotonic()
             self._computing.append(job)
             stranded[job.peer] += 1
+            stranded_pages[job.peer] += len(job.pages)
             self.totals.cached_tokens += job.cached
             job.deliver(Scheduled(job.cached))
 

@@ -37,10 +37,11 @@ class Breaker:
         """Seconds until a probe may pass; 0 when closed."""
         return 0.0 if self._open_until is None else max(0.0, self._open_until - self._clock())
 
-    def start(self) -> None:
-        """A request goes to the worker. In the half-open state it is the probe and holds others off."""
+    def start(self) -> bool:
+        """A request goes to the worker. In the half-open state it is the probe and holds others off; whether it is."""
         if self._open_until is not None:
             self._probing = True
+        return self._probing
 
     def succeeded(self) -> None:
         """A request did well."""
@@ -66,5 +67,5 @@ class Breaker:
         self._open_until = self._clock() + self._open_s
 
     def undecided(self) -> None:
-        """A request ended without saying anything about the worker (cancelled, refused for its content)."""
+        """The probe ended without saying anything about the worker (cancelled, refused for its content)."""
         self._probing = False

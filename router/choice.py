@@ -186,6 +186,9 @@ class ChoiceRun:
 
     def _take(self, tokens: DecodeTokens) -> None:
         self._figures.tokens_came(len(tokens.token_ids))
+        if not self._transcript.token_ids:
+            # Those of the attempt that gave the first token: later ones find in the cache what it computed.
+            self._cached_tokens = min(tokens.cached_tokens, len(self._plan.prompt_ids))
         delta = self._transcript.take(tokens)
         if delta.token_ids:
             self._observer.tokens_came(self._choice, len(delta.token_ids), self._attempt)
@@ -198,7 +201,6 @@ class ChoiceRun:
         if report is not None:
             stop_token_id = report.stop_token_id if report.HasField("stop_token_id") else None
             text = self._transcript.end(Ending(report.reason, stop_token_id=stop_token_id))
-            self._cached_tokens = min(report.usage.cached_tokens, len(self._plan.prompt_ids))
         ending = self._transcript.ending
         assert ending is not None, "a choice finishes with an ending"
         finish = GenerateFinish(

@@ -43,12 +43,19 @@ INLINE_PROMPT_CHARS = 256
 
 
 class Generation:
-    """An open request: its id and, by iteration, what it generates."""
+    """An open request: its id and, by iteration, what it generates.
 
-    def __init__(self, request_id: str, model: ServedModel, num_choices: int, outbox: Outbox) -> None:
+    Attributes:
+        prompt_tokens: of all its prompts, each counted once.
+    """
+
+    def __init__(
+        self, request_id: str, model: ServedModel, num_choices: int, prompt_tokens: int, outbox: Outbox
+    ) -> None:
         self.request_id = request_id
         self.model = model
         self.num_choices = num_choices
+        self.prompt_tokens = prompt_tokens
         self.is_aborted = False
         self._outbox = outbox
 
@@ -91,6 +98,7 @@ class _Running:
         self._request_id = request_id = os.urandom(16).hex()
         span.set({"graftline.request_id": request_id})
         self._model = plans[0].model
+        self._prompt_tokens = sum(len(plan.prompt_ids) for plan in plans)
         seats = [
             (plan, observer, number)
             for plan, observer in zip(plans, observers, strict=True)
@@ -115,7 +123,7 @@ class _Running:
         self._outboxes.add(self._outbox)
         await self._tasks.__aenter__()
         self._running = [self._tasks.create_task(_run(run, self._outbox)) for run in self._runs]
-        return Generation(self._request_id, self._model, len(self._runs), self._outbox)
+        return Generation(self._request_id, self._model, len(self._runs), self._prompt_tokens, self._outbox)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -226,7 +234,10 @@ class Generator:
                 raise
             if span.is_recording:
                 span.set(request_attributes(plans))
-            observers = [RequestObserver(self._instruments_of(plan.model), received_at) for plan in plans]
+            observers = [
+                RequestObserver(self._instruments_of(plan.model), received_at, num_choices=plan.parameters.num_choices)
+                for plan in plans
+            ]
             running = _Running(self._fleet, self._metrics, self._outboxes, plans, observers, deadline, span)
             async with running as generation:
                 yield generation

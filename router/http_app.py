@@ -208,7 +208,9 @@ class _Completion(Response):
 
     async def _answer(self, generation: Generation, guard: WriteGuard, send: Send, events: EventStream) -> None:
         model = generation.model
-        answer = Answer(self._request, generation.request_id, model.model_id, model.vocabulary)
+        answer = Answer(
+            self._request, generation.request_id, model.model_id, model.vocabulary, generation.prompt_tokens
+        )
         if self._request.stream:
             await self._stream(generation, answer, events, guard)
             return

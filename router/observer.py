@@ -97,12 +97,21 @@ class _Pace:
 
 
 class RequestObserver:
-    """Follows one admitted request; `ended` must be called exactly once."""
+    """Follows one admitted request; `ended` must be called exactly once.
+
+    Args:
+        num_choices: so many have to finish for it to end well.
+    """
 
     def __init__(
-        self, instruments: ModelInstruments, received_at: float, clock: Callable[[], float] = time.monotonic
+        self,
+        instruments: ModelInstruments,
+        received_at: float,
+        clock: Callable[[], float] = time.monotonic,
+        num_choices: int = 1,
     ) -> None:
         self._instruments = instruments
+        self._num_unfinished = num_choices
         self._received_at = received_at
         self._clock = clock
         self._last_token_at: dict[int, float] = {}
@@ -149,7 +158,9 @@ class RequestObserver:
             first_rounds.inc()
             drafted.inc(stats.first_round_drafted)
             accepted.inc(stats.first_round_accepted)
-        self._outcome = _OUTCOMES.get(finish.reason, "stop")
+        self._num_unfinished -= 1
+        if not self._num_unfinished:
+            self._outcome = _OUTCOMES.get(finish.reason, "stop")
 
     def failed(self, error: Exception) -> None:
         """The request failed. One that ends without finishing or failing was cancelled by its client."""

@@ -97,12 +97,14 @@ class Claim:
         self._num_tokens = num_tokens
         self._stop: Callable[[], object] | None = None
         self._held: list[Worker] = []
+        self._probed: list[Worker] = []  # whose breakers wait for what becomes of this
 
     def __enter__(self) -> Self:
         for worker in (self.pair.prefill, self.pair.decode):
             worker.open_requests += 1
             worker.claims.add(self)
-            worker.breaker.start()
+            if worker.breaker.start():
+                self._probed.append(worker)
             self._held.append(worker)
         self.pair.prefill.pending_tokens += self._num_tokens
         return self
@@ -144,7 +146,8 @@ class Claim:
         self._held.remove(worker)
         worker.claims.discard(self)
         worker.open_requests -= 1
-        worker.breaker.undecided()
+        if worker in self._probed:
+            worker.breaker.undecided()
         if worker is self.pair.prefill:
             self.prompt_computed()
 

@@ -27,10 +27,17 @@ class _Choice:
 
 
 class Answer:
-    """Builds the JSON of one answer. `add` every delta; then `chunks` (streaming) or, at the end, `whole`."""
+    """Builds the JSON of one answer. `add` every delta; then `chunks` (streaming) or, at the end, `whole`.
 
-    def __init__(self, request: OpenAiRequest, request_id: str, model_id: str, vocabulary: Vocabulary) -> None:
+    Args:
+        prompt_tokens: of all prompts together.
+    """
+
+    def __init__(
+        self, request: OpenAiRequest, request_id: str, model_id: str, vocabulary: Vocabulary, prompt_tokens: int
+    ) -> None:
         self._request = request
+        self._prompt_tokens = prompt_tokens
         self._vocabulary = vocabulary
         keeps = request.requests[0].keep_special_tokens
         self._choices = [_Choice(vocabulary.detokenizer(keep_special_tokens=keeps)) for _ in range(request.num_choices)]
@@ -102,14 +109,13 @@ class Answer:
         finishes = [choice.finish for choice in self._choices if choice.finish is not None]
         num_choices = len(self._choices) // len(self._request.requests)
         firsts = [choice.finish.usage for choice in self._choices[::num_choices] if choice.finish is not None]
-        prompt_tokens = sum(usage.prompt_tokens for usage in firsts)
         completion_tokens = sum(len(choice.token_ids) for choice in self._choices)
         accepted = sum(finish.speculation.accepted for finish in finishes)
         drafted = sum(finish.speculation.drafted for finish in finishes)
         return {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
             "completion_tokens_details": {
                 "reasoning_tokens": 0,

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -266,6 +267,25 @@ async def test_no_prefill_at_the_address() -> None:
             await collect(decode.call(prefill.address))
 
 
+async def test_more_prefills_than_are_remembered_take_turns() -> None:
+    """CASES F54: one that is in use is not forgotten for another, who is refused at once; idle ones are."""
+    settings = replace(QUICK, max_peers=1)
+    async with prefill_side() as first, prefill_side() as second, decode_side(settings=settings) as decode:
+        both = (first.address, second.address)
+        calls = [collect(decode.call(both[index % 2], max_tokens=5)) for index in range(12)]
+        refused = 0
+        for done in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20):
+            if isinstance(done, grpc.RpcError):
+                assert isinstance(failure_from_rpc(done).error, OutOfCapacityError)
+                refused += 1
+            else:
+                assert done[0] == expected_ids(5)
+        assert refused < len(calls)
+        for index in range(4):
+            assert (await collect(decode.call(both[index % 2], max_tokens=5)))[0] == expected_ids(5)
+        await decode.whole()
+
+
 async def test_an_incompatible_prefill_is_named() -> None:
     other = common_pb2.Fingerprint(fields={"model_hash": "abc", "page_size": "32"})
     async with prefill_side(fingerprint=other) as prefill, decode_side() as decode:
@@ -378,6 +398,23 @@ async def test_a_preempted_request_goes_on_where_it_was(preempt_after: int) -> N
         await decode.whole()
 
 
+async def test_what_a_request_computed_itself_is_not_called_cached() -> None:
+    """CASES A51: later attempts find in the cache what the first one put there. The caller hears with the first
+    tokens, since it may end the call before its usage comes.
+    """
+    engine = FakeDecodeEngine(preempt_after=1)
+    async with prefill_side() as prefill, decode_side(engine) as decode:
+        cached = prefill.engine.cached_tokens
+        prefill.engine.cached_tokens = lambda request: 5 if request.num_earlier_tokens else cached(request)
+        told = []
+        async for response in decode.call(prefill.address, max_tokens=9):
+            told.append(response.tokens.cached_tokens)
+        assert response.finished.usage.cached_tokens == 1
+        assert told == [1, *[0] * (len(told) - 1)]
+        assert len(prefill.engine.submitted) > 1
+        await decode.whole()
+
+
 async def test_preemptions_are_counted() -> None:
     engine = FakeDecodeEngine(preempt_after=0)
     settings = ServiceSettings(max_preemptions=2)
@@ -386,6 +423,25 @@ async def test_preemptions_are_counted() -> None:
         assert isinstance(said, PreemptedError)
         assert len(prefill.engine.submitted) == 3
         await decode.whole()
+
+
+async def test_an_attempt_is_open_once_whatever_prefill_it_names() -> None:
+    """CASES B51: another call under a name in use is refused at once, and what becomes of it is not done to the first
+    one's pages. The name is free again when all of the first is over.
+    """
+    async with prefill_side("writing") as first, prefill_side() as second, decode_side() as decode:
+        held = asyncio.ensure_future(collect(decode.call(first.address, request_id="one")))
+        await first.engine.points.reached("destination")
+        for address in (second.address, first.address):
+            error, _ = await failed(decode.call(address, request_id="one"))
+            assert isinstance(error, InvalidRequestError)
+            assert "request_id: attempt 1 of 'one' is open already" in str(error)
+        assert second.engine.submitted == []
+        first.engine.let_go("writing")
+        ids, _ = await held
+        assert ids == expected_ids()
+        await decode.whole()
+        assert (await collect(decode.call(second.address, request_id="one")))[0] == expected_ids()
 
 
 async def test_late_and_duplicate_events_change_nothing() -> None:

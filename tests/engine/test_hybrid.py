@@ -191,3 +191,21 @@ def test_cancels_leave_slots_clean(world: HybridWorld) -> None:
         wanted = asks(7, 19, 12, 5)
         assert_plain(world, wanted, pair.run(wanted))
     assert {answer.end for answer in cancelled} == {End.CANCELLED}
+
+
+@pytest.mark.parametrize("mode", VerifyMode, ids=lambda mode: mode.value)
+def test_preempted_requests_find_their_state_again(world: HybridWorld, mode: VerifyMode) -> None:
+    """CASES S52: it is handed over anew with prompt and output so far, into whichever slot is free."""
+    with local_pair(
+        world.plain.path,
+        MTP,
+        tree=TREE,
+        prefill_split=(1, 3),
+        decode_split=(3, 1),
+        chunk_tokens=5,
+        num_pages=128,
+        decode={"preempt_every": 2, "verify_state": mode, "max_running": 3},
+    ) as pair:
+        wanted = asks(7, 10, 13, 16, 19)
+        assert_plain(world, wanted, pair.run(wanted))
+        assert pair.decode.totals.preemptions > 2

@@ -314,6 +314,24 @@ def test_a_pool_for_two_serves_six(world: TinyWorld, page_size: int, speculates:
         assert answer.ids == world.plain.answer(ask.token_ids, 14)
 
 
+def test_who_was_preempted_is_let_in_with_room_to_grow(world: TinyWorld) -> None:
+    """CASES R52: long outputs and a pool for a few: nobody is let in just to give way and be prefilled again."""
+    with local_pair(
+        world.markov.path,
+        world.agrees,
+        tree=CHAIN,
+        num_pages=128,
+        prefill={"max_running": 32},
+        decode={"num_pages": 48},
+    ) as pair:
+        asks = [Ask(token_ids=prompt(4 + seed % 9, seed), max_tokens=120) for seed in range(16)]
+        answers = pair.run(asks)
+        assert 0 < pair.decode.totals.preemptions < 3 * len(asks)
+    for ask, answer in zip(asks, answers, strict=True):
+        assert answer.ids == world.markov.answer(ask.token_ids, 120)
+        assert answer.num_attempts <= 8
+
+
 def test_pools_that_fit_exactly(world: TinyWorld) -> None:
     """CASES S30, S40: prompt + max_tokens fill the pool to the last position, no draft looks further; neighbours."""
     with local_pair(world.markov.path, world.agrees, tree=CHAIN, decode={"num_pages": 6}) as pair:
@@ -523,20 +541,25 @@ def test_who_fits_overtakes_who_does_not(world: TinyWorld) -> None:
         assert answer.ids == world.plain.answer(call.ask.token_ids, 4)
 
 
-@pytest.mark.parametrize("slots", [2, 8])
-def test_a_decode_without_room_leaves_slots_to_another(world: TinyWorld, slots: int) -> None:
-    """Its requests have nowhere to go and wait on the prefill; those of a decode that idles pass them."""
+@pytest.mark.parametrize(
+    ("slots", "num_pages", "length", "most"), [(2, 128, 9, 1), (8, 128, 9, 6), (16, 16, 9, 4), (16, 16, 33, 1)]
+)
+def test_a_decode_without_room_leaves_room_to_another(
+    world: TinyWorld, slots: int, num_pages: int, length: int, most: int
+) -> None:
+    """CASES R51: its requests have nowhere to go and wait on the prefill with their slots and pages; those of a decode
+    that idles pass them.
+    """
     stranded: list[RequestKey] = []
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    with local_pair(world.plain.path, world.eagle, num_pages=128, prefill={"max_running": slots}) as pair:
+    with local_pair(world.plain.path, world.eagle, num_pages=num_pages, prefill={"max_running": slots}) as pair:
         pair.prefill.pair("full", encode_peer(stage_layouts(pair.decode_engine.layouts)))
         for number in range(3 * slots):
             key = RequestKey(RequestId(f"stranded-{number}"), 0)
-            ids = tuple(prompt(9, number))
+            ids = tuple(prompt(length, number))
             request = Request(key, ids, len(ids), Sampling(), Stopping(4, 0, frozenset(), frozenset()), None)
             pair.prefill.submit(request, "full", True, events.put)
             stranded.append(key)
-        most = slots - max(1, slots // 4)
         pair.await_load(lambda: pair.prefill.load().running == most and pair.prefill.load().queued == 3 * slots - most)
         answers = pair.run([Ask(token_ids=prompt(7, seed), max_tokens=6) for seed in range(5)])
         for seed, answer in enumerate(answers):

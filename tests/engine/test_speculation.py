@@ -119,6 +119,27 @@ def test_generation_to_the_end_of_the_context(world: TinyWorld, tmp_path: Path, 
     assert (drafted == 0) is (head_context == 32), "no drafts past what the head was made for"
 
 
+@pytest.mark.parametrize("agrees", [True, False])
+def test_counts_add_up_wherever_requests_end(world: TinyWorld, agrees: bool) -> None:
+    """CASES X53: no more accepted than drafted; every token behind the first is a round's own or an accepted one."""
+    head = world.agrees if agrees else world.disagrees
+    asks = [
+        Ask(token_ids=prompt(5, seed), max_tokens=seed + 1, eos_ids=frozenset(range(40 * (seed % 3))))
+        for seed in range(14)
+    ]
+    with local_pair(world.markov.path, head, tree=TreeShape(4, 2, 8), decode_split=(2, 2), num_pages=128) as pair:
+        answers = pair.run(asks)
+        totals = pair.decode.totals
+    for answer in answers:
+        assert answer.total.accepted <= answer.total.drafted
+        assert answer.total.accepted + answer.total.rounds == len(answer.ids) - 1
+        for counts in answer.speculation:
+            assert counts.first_round_accepted <= counts.first_round_drafted <= counts.drafted
+    assert totals.accepted <= totals.drafted
+    assert totals.first_round_accepted <= totals.first_round_drafted
+    assert totals.output_tokens == totals.accepted + totals.request_rounds
+
+
 def test_logprobs_are_those_of_the_plain_model(world: TinyWorld) -> None:
     """CASES S07: accepted, bonus and rejected positions, greedy and sampled, several numbers side by side."""
     plain = world.markov

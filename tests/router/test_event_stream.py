@@ -80,7 +80,7 @@ async def test_a_brisk_stream_carries_none() -> None:
 def test_the_chunk_that_ends_a_choice_carries_nothing_else(text: str, ids: list[int]) -> None:
     """CASES I53: clients take text that comes with a reason for the end for none. Merged deltas are such."""
     asked = chat_request(json.dumps({"messages": CHAT, "stream": True, "logprobs": True}).encode())
-    answer = Answer(asked, "id", "tiny", ServedModel.load(model_card()).vocabulary)
+    answer = Answer(asked, "id", "tiny", ServedModel.load(model_card()).vocabulary, 4)
     finish = GenerateFinish(reason=FinishReason.FINISH_REASON_STOP)
     delta = Delta(0, text, ids, [TokenLogprob(logprob=-1.0) for _ in ids], finish)
     answer.add(delta)

@@ -104,6 +104,16 @@ async def test_a_stop_string_ends_at_its_first_match_wherever_a_round_splits_it(
         h.assert_quiescent()
 
 
+async def test_cached_tokens_are_told_however_a_choice_ends() -> None:
+    """CASES A51: also behind a stop string, and not those that an earlier attempt of the same choice computed."""
+    worker = decode(forced_ids=list(b"abSTOP tail"), round_tokens=1)
+    async with harness(prefill(), worker) as h:
+        assert (await h.answer(text=PROMPT, stop=["STOP"])).finish.usage.cached_tokens == 2
+        worker.faults.append(Fault(3, PreemptedError("pages"), Leg.DECODE))
+        resumed = (await h.answer(text=PROMPT, max_tokens=8)).finish
+        assert (resumed.attempts, resumed.usage.cached_tokens) == (2, 2)
+
+
 async def test_held_back_text_comes_out_when_no_stop_string_follows() -> None:
     worker = decode(forced_ids=[*b"abST", EOS])
     async with harness(prefill(), worker) as h:

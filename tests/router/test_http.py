@@ -102,6 +102,21 @@ async def test_a_stream_carries_role_text_finish_usage_and_done() -> None:
         assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+async def test_usage_of_every_chunk_counts_the_prompt() -> None:
+    """CASES X52: not from the end of a choice on only."""
+    async with http() as (_, client):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {"prompt": [PROMPT, "x"], "n": 2, "max_tokens": 5, "stream": True, "stream_options": options}
+        response = await client.post("/v1/completions", json=body)
+        events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        usages = [json.loads(event)["usage"] for event in events[:-1]]
+        assert {usage["prompt_tokens"] for usage in usages} == {len(IDS) + 1}
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts == sorted(counts)
+        assert counts[-1] == 20
+        assert all(usage["total_tokens"] == len(IDS) + 1 + usage["completion_tokens"] for usage in usages)
+
+
 async def test_several_prompts_and_choices_are_numbered_through() -> None:
     async with http() as (h, client):
         body = {"prompt": [PROMPT, [1, 2, 3]], "n": 2, "max_tokens": 5, "seed": 1}

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 import pytest
 
 from graftline.errors import PeerUnavailableError
-from graftline.metrics import FIRST_ROUND_ACCEPTED, FIRST_ROUNDS, OBJECTIVE, WITHIN_OBJECTIVE, Metrics, ProcessRole
+from graftline.metrics import (
+    FIRST_ROUND_ACCEPTED,
+    FIRST_ROUNDS,
+    OBJECTIVE,
+    REQUESTS_ENDED,
+    WITHIN_OBJECTIVE,
+    Metrics,
+    ProcessRole,
+)
 from graftline.proto.v1.common_pb2 import FinishReason, SpeculationStats, TreeOrigin
 from graftline.proto.v1.router_pb2 import GenerateFinish
 from graftline.router.config import Objectives
@@ -88,3 +96,16 @@ def test_first_rounds_are_counted_by_origin() -> None:
     assert f'{FIRST_ROUNDS.name}{{model="m",tree_origin="real"}} 2.0' in text
     assert f'{FIRST_ROUNDS.name}{{model="m",tree_origin="root_only"}} 1.0' in text
     assert metrics.total(FIRST_ROUND_ACCEPTED) == 6
+
+
+@pytest.mark.parametrize(("num_finished", "outcome"), [(0, "cancelled"), (1, "cancelled"), (2, "stop")])
+def test_a_request_ends_well_with_its_last_choice(num_finished: int, outcome: str) -> None:
+    """CASES X51: a client that leaves after one choice of two has cancelled."""
+    metrics = Metrics(ProcessRole.ROUTER)
+    observer = RequestObserver(ModelInstruments(metrics, "m", OBJECTIVES), 0.0, Clock(), num_choices=2)
+    for choice in range(num_finished):
+        observer.tokens_came(choice, 1, 0)
+        observer.choice_finished(finish())
+    observer.ended()
+    assert metrics.counter(REQUESTS_ENDED).labels("m", outcome)._value.get() == 1
+    assert metrics.total(WITHIN_OBJECTIVE) == (outcome == "stop")

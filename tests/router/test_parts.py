@@ -225,6 +225,21 @@ async def test_a_claim_counts_exactly_once_whatever_ends_it() -> None:
     assert counts() == (0, 0, 0)
 
 
+async def test_requests_from_before_a_breaker_opened_let_nobody_past_its_probe() -> None:
+    """CASES F55: only the probe's own end says that another one may pass."""
+    clock = Clock()
+    pair = Pair(worker("p:1", Role.PREFILL), worker("d:1", Role.DECODE))
+    breaker = pair.decode.breaker = Breaker(1, 1.0, 10.0, clock)
+    with contextlib.ExitStack() as before:
+        before.enter_context(Claim(pair, 1))
+        breaker.failed()
+        clock.now_s += 1
+        with Claim(pair, 1):
+            before.close()
+            assert breaker.is_open
+        assert not breaker.is_open
+
+
 async def test_losing_a_worker_revokes_its_claims_once_and_only_while_it_matters() -> None:
     pair = Pair(worker("p:1", Role.PREFILL), worker("d:1", Role.DECODE))
     stopped: list[str] = []

@@ -95,6 +95,7 @@ class FakePrefillEngine:
         self.refusal: GraftlineError | None = None
         self.fail_at: dict[str, PrefillFailed] = {}
         self.first_token: Callable[[Request], int] = lambda request: token_at(len(request.token_ids))
+        self.cached_tokens: Callable[[Request], int] = lambda _: 1
         self.jobs: dict[RequestKey, PrefillJob] = {}
         self.submitted: list[Request] = []
         self.destinations: list[Destination] = []
@@ -161,7 +162,7 @@ class FakePrefillEngine:
                 return
             elif job.stage == "queued":
                 job.stage = "computing"
-                job.deliver(Scheduled(cached_tokens=1))
+                job.deliver(Scheduled(self.cached_tokens(job.request)))
             elif job.stage == "computing":
                 job.stage = "writing"
                 job.deliver(FirstToken(Token(self.first_token(job.request))))

@@ -294,6 +294,8 @@ class FakeDecodeService(DecodeServiceServicer):
         limit = request.stopping.max_tokens - num_earlier
         ending_ids = {*request.stopping.stop_token_ids, *([] if request.stopping.ignore_eos else [EOS])}
         emitted: list[int] = []
+        # All of a prompt that was computed before, as an attempt which goes on with a stream finds it.
+        num_cached = len(ids) if num_earlier else 2
         rounds = 0
         await asyncio.sleep(worker.first_delay_s)
         while True:
@@ -324,7 +326,10 @@ class FakeDecodeService(DecodeServiceServicer):
             if request.HasField("logprobs"):
                 top = [TopLogprob(token_id=i, logprob=-float(i)) for i in range(request.logprobs)]
                 logprobs = [TokenLogprob(logprob=-0.5, top=top) for _ in step]
-            yield DecodeServiceGenerateResponse(tokens=DecodeTokens(token_ids=step, logprobs=logprobs))
+            tokens = DecodeTokens(token_ids=step, logprobs=logprobs)
+            if len(emitted) == len(step):
+                tokens.cached_tokens = num_cached
+            yield DecodeServiceGenerateResponse(tokens=tokens)
             worker.first_token_sent.set()
             stopped = bool(step) and step[-1] in ending_ids
             if stopped or len(emitted) >= limit:
@@ -335,7 +340,9 @@ class FakeDecodeService(DecodeServiceServicer):
             finished=DecodeFinished(
                 reason=FinishReason.FINISH_REASON_STOP if stopped else FinishReason.FINISH_REASON_LENGTH,
                 stop_token_id=emitted[-1] if stopped else None,
-                usage=Usage(prompt_tokens=request.num_prompt_tokens, completion_tokens=len(emitted), cached_tokens=2),
+                usage=Usage(
+                    prompt_tokens=request.num_prompt_tokens, completion_tokens=len(emitted), cached_tokens=num_cached
+                ),
                 speculation=SpeculationStats(
                     rounds=rounds,
                     drafted=3 * rounds,

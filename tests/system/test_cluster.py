@@ -79,17 +79,21 @@ def gauges(address: str | None) -> dict[str, float]:
 
 def is_whole(cluster: Cluster) -> bool:
     """Nothing open, running, queued or used on any worker."""
-    for name, child in cluster.children.items():
-        role = name.partition("-")[0]
-        if role == "router":
-            continue
-        now = gauges(child.ready["metrics"])
-        busy = ["open_requests", "running_requests", "queued_requests"]
-        if any(now[f'graftline_worker_{gauge}{{role="{role}"}}'] for gauge in busy):
-            return False
-        if now[f'graftline_worker_pages{{role="{role}",state="used"}}']:
-            return False
-    return True
+    return all(is_idle(cluster, name) for name in cluster.children if not name.startswith("router-"))
+
+
+def is_idle(cluster: Cluster, name: str) -> bool:
+    """Likewise, of one worker; and it has counted every end of what it took."""
+    role = name.partition("-")[0]
+    now = gauges(cluster.children[name].ready["metrics"])
+    busy = [f'graftline_worker_{gauge}_requests{{role="{role}"}}' for gauge in ("open", "running", "queued")]
+    ended = sum(value for name, value in now.items() if name.startswith("graftline_worker_requests_ended_total"))
+    return (
+        not any(now[gauge] for gauge in busy)
+        and not now[f'graftline_worker_pages{{role="{role}",state="used"}}']
+        and now[f'graftline_worker_slots{{role="{role}",state="used"}}'] == 0
+        and now.get(f'graftline_worker_requests_started_total{{role="{role}"}}', 0.0) == ended
+    )
 
 
 async def serves(address: str) -> bool:
@@ -149,6 +153,63 @@ async def test_a_frozen_prefill_is_noticed(cluster: Cluster, world: TinyWorld) -
         prefill.send_signal(signal.SIGCONT)
     assert await recovered_answer(cluster, prompt(9, 3)) == world.plain.answer(prompt(9, 3), NEW_TOKENS)
     await eventually(lambda: is_whole(cluster), "pools are whole")
+
+
+async def test_a_frozen_decode_is_noticed(cluster: Cluster, world: TinyWorld) -> None:
+    """CASES F51: new requests fail by more than their deadline; streams that had begun go on once it does, and what it
+    had open before is over.
+    """
+    decode = cluster.children["decode-0"]
+    begun = [asyncio.ensure_future(answer(cluster, prompt(40, index))) for index in range(4)]
+    await asyncio.sleep(0.05)
+    decode.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(GraftlineError) as raised:
+            await answer(cluster, prompt(9, 3), timeout_s=NOTICE_S)
+        assert not isinstance(raised.value, CancelledRequestError), "a deadline is no notice"
+    finally:
+        decode.send_signal(signal.SIGCONT)
+    for index, done in enumerate(await asyncio.gather(*begun, return_exceptions=True)):
+        assert isinstance(done, GraftlineError) or done == world.plain.answer(prompt(40, index), NEW_TOKENS)
+    assert await recovered_answer(cluster, prompt(9, 3)) == world.plain.answer(prompt(9, 3), NEW_TOKENS)
+    await eventually(lambda: is_whole(cluster), "pools are whole")
+
+
+async def test_a_killed_decode_comes_back_at_its_address(cluster: Cluster, world: TinyWorld) -> None:
+    """CASES F52: the prefill stays healthy, gets slots and pages back, and writes into the new pools."""
+    open_requests = [asyncio.ensure_future(answer(cluster, prompt(40, index))) for index in range(6)]
+    await asyncio.sleep(0.05)
+    await cluster.kill("decode-0")
+    await eventually(lambda: is_idle(cluster, "prefill-0"), "the prefill is whole")
+    assert await serves(cluster.children["prefill-0"].address)
+    await cluster.restart("decode-0")
+    for done in await asyncio.gather(*open_requests, return_exceptions=True):
+        assert isinstance(done, list | GraftlineError), done
+    for index in range(5):
+        assert await recovered_answer(cluster, prompt(6, index)) == world.plain.answer(prompt(6, index), NEW_TOKENS)
+    await eventually(lambda: is_whole(cluster), "pools are whole")
+
+
+async def test_a_killed_router_leaves_nothing_running(cluster: Cluster, world: TinyWorld) -> None:
+    """CASES F53: workers end what a router has asked for when it is gone."""
+    open_requests = [asyncio.ensure_future(answer(cluster, prompt(40, index))) for index in range(6)]
+    await asyncio.sleep(0.05)
+    await cluster.kill("router-0")
+    await asyncio.gather(*open_requests, return_exceptions=True)
+    await eventually(lambda: is_whole(cluster), "pools are whole")
+    await cluster.restart("router-0")
+    assert await recovered_answer(cluster, prompt(5, 0)) == world.plain.answer(prompt(5, 0), NEW_TOKENS)
+
+
+async def test_idle_processes_rest(cluster: Cluster) -> None:
+    """CASES P51: stages that wait for each other do not take a core each."""
+    processes = [psutil.Process(child.pid) for child in cluster.children.values()]
+    processes += [stage for process in processes for stage in process.children(recursive=True)]
+    assert len(processes) >= 4
+    before_s = sum(sum(process.cpu_times()[:2]) for process in processes)
+    await asyncio.sleep(3.0)
+    taken_s = sum(sum(process.cpu_times()[:2]) for process in processes) - before_s
+    assert taken_s < 1.0
 
 
 async def test_a_killed_stage_ends_its_worker(cluster: Cluster, world: TinyWorld) -> None:
