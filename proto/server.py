@@ -9,7 +9,6 @@ await server.stop(grace_s=5)
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from graftline.errors import PeerUnavailableError, UnauthenticatedError
 from graftline.proto.address import advertised_address, parse_address
+from graftline.proto.bearer import BearerTokens
 from graftline.proto.channel_options import PEER_SILENCE_S, server_options
 from graftline.proto.status import abort_with
 
@@ -51,7 +51,7 @@ class BearerTokenInterceptor(aio.ServerInterceptor):
     """Refuses calls without an accepted bearer token. Health checks stay open: probes carry none."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        self._accepted = [token.encode() for token in tokens]
+        self._accepted = BearerTokens(tokens)
 
     async def intercept_service(
         self,
@@ -67,10 +67,7 @@ class BearerTokenInterceptor(aio.ServerInterceptor):
     def _accepts(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
         shown = next((value for key, value in metadata if key == "authorization"), "")
         shown_bytes = shown if isinstance(shown, bytes) else shown.encode("utf-8", "replace")
-        scheme, _, token = shown_bytes.partition(b" ")
-        # Every accepted token is compared, so that the time says nothing about which one matched.
-        matches = [hmac.compare_digest(token.strip(), accepted) for accepted in self._accepted]
-        return scheme.lower() == b"bearer" and True in matches
+        return self._accepted.accept(shown_bytes)
 
 
 class RpcServer:

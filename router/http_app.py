@@ -1,7 +1,6 @@
 """The HTTP face of the router: OpenAI's completions, health, metrics."""
 
 import asyncio
-import hmac
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from graftline.errors import GraftlineError, InternalError, InvalidRequestError, UnauthenticatedError
 from graftline.metrics import CONTENT_TYPE, REQUESTS_REFUSED, SPECULATION_ACCEPTED, SPECULATION_ROUNDS, Metrics
+from graftline.proto.bearer import BearerTokens
 from graftline.router.admission import Admission
 from graftline.router.config import RequestConfig
 from graftline.router.echoed_id import EchoedId
@@ -59,7 +59,7 @@ class HttpApp:
         self._registry = registry
         self._admission = admission
         self._metrics = metrics
-        self._accepted = [token.encode() for token in tokens]
+        self._accepted = BearerTokens(tokens)
         self._limits = limits
         self._bodies = Bodies()
         self.app = Starlette(
@@ -155,12 +155,7 @@ class HttpApp:
         return _json({"internal_states": [{"avg_spec_accept_length": length}]})
 
     def _authenticate(self, request: Request) -> None:
-        if not self._accepted:
-            return
-        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        # Every accepted token is compared, so that the time says nothing about which one matched.
-        matches = [hmac.compare_digest(shown.strip().encode(), accepted) for accepted in self._accepted]
-        if scheme.lower() != "bearer" or True not in matches:
+        if self._accepted and not self._accepted.accept(request.headers.get("authorization", "").encode()):
             raise UnauthenticatedError("a bearer token is required in the authorization header")
 
 
