@@ -164,8 +164,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._end: str | None = None  # why nothing more begins
         self._num_calls = 0
         self._num_waiting = 0
-        self._open: set[Attempt] = set()
-        self._keys: set[RequestKey] = set()  # of `_open`
+        self._open: dict[RequestKey, Attempt] = {}
         self._streams: set[CallStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -186,13 +185,13 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     def cancel_all(self) -> None:
         """Ends everything that is open; the router may go on elsewhere."""
         self._end = "this decode stops"
-        for attempt in tuple(self._open):
+        for attempt in tuple(self._open.values()):
             attempt.cancel(PeerUnavailableError(self._end))
 
     def abandon_all(self, reason: str) -> None:
         """The engine is gone: fails everything open."""
         self._end = reason
-        for attempt in tuple(self._open):
+        for attempt in tuple(self._open.values()):
             attempt.abandon(reason)
 
     async def wait_idle(self) -> None:
@@ -304,7 +303,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def _started(self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, peer: Peer) -> Attempt:
         request = call.next_request()
-        if request.key in self._keys:
+        if request.key in self._open:
             # Whatever became of the second one would be done to what the first one holds.
             asked_for = f"attempt {asked.attempt} of {asked.request_id!r}"
             raise InvalidRequestError("request_id", f"{asked_for} is open already")
@@ -326,8 +325,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             self._metrics.quarantined,
             trace,
         )
-        self._open.add(attempt)
-        self._keys.add(request.key)
+        self._open[request.key] = attempt
         self._spawn(attempt.run(start, self._metadata + trace.metadata), name=f"handoff {request.key}")
         return attempt
 
@@ -380,8 +378,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             raise OutOfCapacityError(f"the caller read nothing for {timeout_s:g} s") from error
 
     def _on_ended(self, attempt: Attempt) -> None:
-        self._open.discard(attempt)
-        self._keys.discard(attempt.request.key)
+        self._open.pop(attempt.request.key, None)
         self._note_idle()
 
     def _note_idle(self) -> None:

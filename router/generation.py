@@ -182,8 +182,6 @@ class Generator:
             PeerUnavailableError: no worker has been reached yet.
         """
         models = self.models()
-        if len(models) == 1 and name in {"", models[0].model_id}:
-            return models[0]
         if not models:
             raise PeerUnavailableError("no decode worker has been reached yet")
         named = [model for model in models if name in {"", model.model_id}]

@@ -7,8 +7,12 @@ import asyncio
 import socket
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from graftline.errors import InvalidRequestError
+from graftline.router.openai.errors import error_body
 
 # Proxies keep idle connections for 60 s (nginx, most cloud balancers) or 90 s (Go) and send the next request into one;
 # whoever closes first must not be the server.
@@ -19,10 +23,7 @@ HEAD_TIMEOUT_S = 30.0
 _PROBE_AFTER_S, _PROBE_INTERVAL_S, _NUM_PROBES = 15, 5, 3
 _UNACKNOWLEDGED_MS = 30_000
 
-_BOTH_LENGTHS = (
-    b'{"error":{"message":"transfer-encoding: comes with a content-length","type":"invalid_request_error",'
-    b'"param":"transfer-encoding","code":null}}'
-)
+_BOTH_LENGTHS = InvalidRequestError("transfer-encoding", "comes with a content-length")
 
 
 class HttpConnection(H11Protocol):
@@ -76,7 +77,7 @@ def one_length(app: ASGIApp) -> ASGIApp:
             return
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": 400, "headers": headers})
-        await send({"type": "http.response.body", "body": _BOTH_LENGTHS})
+        await send({"type": "http.response.body", "body": msgspec.json.encode(error_body(_BOTH_LENGTHS))})
 
     return checked
 
