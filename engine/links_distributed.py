@@ -62,7 +62,7 @@ class DistributedLink:
         self._group = group
         self._source = source
         self._target = target
-        self._payloads = payloads or HostPayloads(group, source, target, torch.device("cpu"))
+        self.payloads = payloads or HostPayloads(group, source, target, torch.device("cpu"))
         self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
         self._frame_bytes = self._frame.numpy().data  # the same memory
 
@@ -76,7 +76,7 @@ class DistributedLink:
         ship: Callable[[], None] | None = None
         if payload is not None:
             code, (rows, columns) = _DTYPE_CODES[payload.dtype], payload.shape
-            ship = self._payloads.put(payload) if payload.numel() else None
+            ship = self.payloads.put(payload) if payload.numel() else None
         body = encode(message)
         return partial(self._ship, _HEADER.pack(len(body), code, rows, columns) + body, ship)
 
@@ -105,7 +105,7 @@ class DistributedLink:
         if code:
             is_empty = rows == 0 or columns == 0
             dtype = _DTYPES[code]
-            payload = torch.empty(rows, columns, dtype=dtype) if is_empty else self._payloads.take(rows, columns, dtype)
+            payload = torch.empty(rows, columns, dtype=dtype) if is_empty else self.payloads.take(rows, columns, dtype)
         try:
             return decode(body), payload
         except msgspec.DecodeError as error:
@@ -130,16 +130,21 @@ class StageEnds:
         downstream: to the stage behind it.
         stars: of every stage > 0 its links with stage 0, of which a rank may use its own, and rank 0 all.
         returns: ways from the last stage to the earlier ones: all on the last stage, its own on an earlier one.
-        by_memory: what this rank hands to other devices, or takes from them, goes through their memory: no kernel
-            waits for a peer, as NCCL's do. Hidden states that are larger than a slot still go by NCCL; they wait for
-            steps before theirs alone, so that waiting for them ends.
     """
 
     upstream: DistributedLink | None
     downstream: DistributedLink | None
     stars: list[StageStar]
     returns: list[Payloads]
-    by_memory: bool
+
+    @property
+    def by_memory(self) -> bool:
+        """What this rank hands to other devices, or takes from them, goes through their memory: no kernel waits for a
+        peer, as NCCL's do. Hidden states that are larger than a slot still go by NCCL; they wait for steps before
+        theirs alone, so that waiting for them ends.
+        """
+        chain = [link.payloads for link in (self.upstream, self.downstream) if link is not None]
+        return all(isinstance(way, PeerPayloads) for way in (*chain, *self.returns))
 
 
 def connect_stages(
@@ -178,7 +183,7 @@ def connect_stages(
         ways = _return_ways(num_stages, meeting, return_bytes) if return_bytes else []
     upstream = chain[rank - 1] if rank > 0 else None
     downstream = chain[rank] if rank < num_stages - 1 else None
-    return StageEnds(upstream, downstream, stars, ways, meeting.by_memory)
+    return StageEnds(upstream, downstream, stars, ways)
 
 
 def leave_job(timeout_s: float, *, abort: bool = False) -> bool:
@@ -223,21 +228,19 @@ def _link(source: int, target: int, rank: int) -> DistributedLink | None:
     return DistributedLink(group, source, target) if rank in (source, target) else None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Meeting:
     """How this rank makes ways between devices.
 
     Attributes:
         memory: of its device, None where there is none that a peer can reach.
         tries_memory: ways through memory of the other device are wanted, where there is such; alike on all ranks.
-        by_memory: see `StageEnds`; of the ways so far.
     """
 
     rank: int
     device: torch.device
     memory: PeerMemory | None
     tries_memory: bool
-    by_memory: bool = True
 
     def between(self, source: int, target: int, slot_bytes: int, max_unfinished: int) -> Payloads | None:
         """A way for what lies on devices; None on other ranks than the two. Every rank must call it."""
@@ -247,12 +250,10 @@ class _Meeting:
             return None
         direct = DirectPayloads(group, source, target, self.device, max_unfinished)
         direct.meet(self.rank)
-        way: Payloads = direct
-        if words is not None:
-            ends = (words, self.rank, source, target)
-            way = meet_peer(*ends, self.memory, direct, slots=max_unfinished, slot_bytes=slot_bytes)
-        self.by_memory &= isinstance(way, PeerPayloads)
-        return way
+        if words is None:
+            return direct
+        ends = (words, self.rank, source, target)
+        return meet_peer(*ends, self.memory, direct, slots=max_unfinished, slot_bytes=slot_bytes)
 
 
 def _chain_link(pair: tuple[int, int], goes_direct: bool, meeting: _Meeting) -> DistributedLink | None:
@@ -261,10 +262,7 @@ def _chain_link(pair: tuple[int, int], goes_direct: bool, meeting: _Meeting) -> 
     way = meeting.between(source, target, SLOT_BYTES, MAX_UNFINISHED_SENDS) if goes_direct else None
     if meeting.rank not in pair:
         return None
-    if way is None:
-        meeting.by_memory = False
-        way = HostPayloads(group, source, target, meeting.device)
-    return DistributedLink(group, source, target, way)
+    return DistributedLink(group, source, target, way or HostPayloads(group, source, target, meeting.device))
 
 
 def _return_ways(num_stages: int, meeting: _Meeting, return_bytes: int) -> list[Payloads]:

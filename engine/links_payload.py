@@ -118,7 +118,7 @@ class DirectPayloads:
             raise _gone(self._target, error) from error
         assert work is not None, "this rank is one of the two"
         self._unfinished.append((work, copied))
-        return _nothing
+        return nothing_left
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """See `Payloads`."""
@@ -175,5 +175,5 @@ def _gone(peer: int, error: RuntimeError) -> PeerUnavailableError:
     return PeerUnavailableError(f"stage {peer} is gone: {error}")
 
 
-def _nothing() -> None:
+def nothing_left() -> None:
     """All of the send is done."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graftline.engine.links_payload import BOOT_ID, Payloads, receive_tensor, send_tensor
+from graftline.engine.links_payload import BOOT_ID, Payloads, nothing_left, receive_tensor, send_tensor
 from graftline.kernels.cuda_driver import CudaProgramError, refusals
 from graftline.kernels.peer_memory import HANDLE_BYTES, PeerMemory
 
@@ -78,7 +78,7 @@ class PeerPayloads:
         self._memory.copy(self._slot(), payload.data_ptr(), num_bytes)
         self._count += 1
         self._memory.write(self._place.written, self._count)
-        return _nothing
+        return nothing_left
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """See `Payloads`."""
@@ -214,7 +214,3 @@ def _swapped(group: dist.ProcessGroup, is_source: bool, other: int, words: bytes
         receive_tensor(theirs, other, group)
         send_tensor(ours, other, group)
     return theirs.numpy().tobytes()
-
-
-def _nothing() -> None:
-    """All of the send is done."""
