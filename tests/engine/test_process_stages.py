@@ -16,10 +16,9 @@ from typing import Any
 import psutil
 import pytest
 import stage_main
-from shared_peer_memory import SharedPeerMemory
+from shared_peer_memory import SharedPeerMemory, share_memory
 from tiny_world import TinyWorld, prompt
 
-from graftline.engine import links_distributed
 from graftline.engine.config import EngineConfig, Role, StageChannel
 from graftline.engine.decode_engine import DecodeScheduler
 from graftline.engine.pipeline import Pipeline, StageCommand
@@ -54,12 +53,6 @@ pytestmark = pytest.mark.system
 
 WAIT_S = 60.0
 COMMAND = StageCommand("stage_main", {"PYTHONPATH": str(Path(stage_main.__file__).parent)})
-
-
-def sharing_memory(monkeypatch: pytest.MonkeyPatch, memory: SharedPeerMemory) -> StageCommand:
-    """For stages that write into each other's memory, which is this one for the first of them."""
-    monkeypatch.setattr(links_distributed, "peer_memory_of", lambda device: memory)
-    return StageCommand(COMMAND.module, {**COMMAND.environment, "SHARED_MEMORY": "1"})
 
 
 def config(world: TinyWorld, role: Role, **changes: Any) -> EngineConfig:
@@ -119,7 +112,7 @@ def test_three_processes_generate_what_one_does(
     command, kind = COMMAND, StageChannel.DIRECT if channel == "memory" else StageChannel(channel)
     memory = SharedPeerMemory()
     if channel == "memory":
-        command = sharing_memory(monkeypatch, memory)
+        command = share_memory(monkeypatch, COMMAND, memory)
     with pipeline(world, command, stage_channel=kind) as (stages, inbox):
         assert stages.layouts == [b"", b"", b""]
         first, final = Segment(0, 0, ids[:8], None, 8, ids[8], [], False), Segment(0, 8, ids[8:], None, 4, -1, [], True)

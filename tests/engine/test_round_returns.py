@@ -10,11 +10,10 @@ import pytest
 import stage_main
 import torch
 from msgspec import structs
-from shared_peer_memory import SharedPeerMemory
+from shared_peer_memory import SharedPeerMemory, share_memory
 from tiny_world import TinyWorld, prompt
 from torch import Tensor
 
-from graftline.engine import links_distributed
 from graftline.engine.config import EngineConfig, Role, StageChannel, StageMode
 from graftline.engine.decode_engine import DecodeScheduler
 from graftline.engine.pipeline import StageCommand
@@ -170,8 +169,7 @@ def test_processes_run_ahead_of_the_host(
     carried: list[bool] = []
     command, memory = COMMAND, SharedPeerMemory()
     if way == "memory":
-        monkeypatch.setattr(links_distributed, "peer_memory_of", lambda device: memory)
-        command = StageCommand(COMMAND.module, {**COMMAND.environment, "SHARED_MEMORY": "1"})
+        command = share_memory(monkeypatch, COMMAND, memory)
     apply = DecodeScheduler._apply
 
     def spy(self: DecodeScheduler, result: StepResult) -> None:

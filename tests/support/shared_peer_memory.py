@@ -5,12 +5,17 @@ import time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 
+import pytest
 import torch
 
+from graftline.engine import links_distributed
+from graftline.engine.pipeline import StageCommand
 from graftline.kernels.cuda_driver import CudaProgramError
 from graftline.kernels.peer_memory import HANDLE_BYTES
 
 _AWAIT_S = 20.0
+SHARED_MEMORY = "SHARED_MEMORY"
+"""In the environment of `stage_main`: its stage has such memory."""
 
 
 class SharedPeerMemory:
@@ -77,3 +82,9 @@ class SharedPeerMemory:
     def _address(self, segment: SharedMemory) -> int:
         self._segments.append(segment)
         return ctypes.addressof(ctypes.c_char.from_buffer(segment.buf))
+
+
+def share_memory(monkeypatch: pytest.MonkeyPatch, command: StageCommand, memory: SharedPeerMemory) -> StageCommand:
+    """The command of stages that write into each other's memory, which is `memory` for the one of this process."""
+    monkeypatch.setattr(links_distributed, "peer_memory_of", lambda device: memory)
+    return StageCommand(command.module, {**command.environment, SHARED_MEMORY: "1"})

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from shared_peer_memory import SharedPeerMemory
+from shared_peer_memory import SHARED_MEMORY, SharedPeerMemory
 
 from graftline.engine import links_distributed
 from graftline.engine.plan import StepPlan
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     if "SLOW_STEP" in os.environ:
         number, _, duration = os.environ["SLOW_STEP"].partition(":")
         slow_down(int(number), float(duration))
-    if "SHARED_MEMORY" in os.environ:
+    if SHARED_MEMORY in os.environ:
         links_distributed.peer_memory_of = lambda device: SharedPeerMemory()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.exit(run_stage(config_from_environment(), lambda stage: NoTransfer()))

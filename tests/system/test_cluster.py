@@ -141,16 +141,21 @@ async def test_a_killed_prefill_comes_back_at_its_address(cluster: Cluster, worl
     await eventually(lambda: is_whole(cluster), "pools are whole")
 
 
-async def test_a_frozen_prefill_is_noticed(cluster: Cluster, world: TinyWorld) -> None:
-    """A prefill that is stopped (not dead) fails nobody for long; once it goes on it serves again."""
-    prefill = cluster.children["prefill-0"]
-    prefill.send_signal(signal.SIGSTOP)
+async def freeze_until_noticed(cluster: Cluster, name: str) -> None:
+    """A new request meanwhile fails by more than its deadline."""
+    child = cluster.children[name]
+    child.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(GraftlineError) as raised:
             await answer(cluster, prompt(9, 3), timeout_s=NOTICE_S)
         assert not isinstance(raised.value, CancelledRequestError), "a deadline is no notice"
     finally:
-        prefill.send_signal(signal.SIGCONT)
+        child.send_signal(signal.SIGCONT)
+
+
+async def test_a_frozen_prefill_is_noticed(cluster: Cluster, world: TinyWorld) -> None:
+    """A prefill that is stopped (not dead) fails nobody for long; once it goes on it serves again."""
+    await freeze_until_noticed(cluster, "prefill-0")
     assert await recovered_answer(cluster, prompt(9, 3)) == world.plain.answer(prompt(9, 3), NEW_TOKENS)
     await eventually(lambda: is_whole(cluster), "pools are whole")
 
@@ -159,16 +164,9 @@ async def test_a_frozen_decode_is_noticed(cluster: Cluster, world: TinyWorld) ->
     """CASES F51: new requests fail by more than their deadline; streams that had begun go on once it does, and what it
     had open before is over.
     """
-    decode = cluster.children["decode-0"]
     begun = [asyncio.ensure_future(answer(cluster, prompt(40, index))) for index in range(4)]
     await asyncio.sleep(0.05)
-    decode.send_signal(signal.SIGSTOP)
-    try:
-        with pytest.raises(GraftlineError) as raised:
-            await answer(cluster, prompt(9, 3), timeout_s=NOTICE_S)
-        assert not isinstance(raised.value, CancelledRequestError), "a deadline is no notice"
-    finally:
-        decode.send_signal(signal.SIGCONT)
+    await freeze_until_noticed(cluster, "decode-0")
     for index, done in enumerate(await asyncio.gather(*begun, return_exceptions=True)):
         assert isinstance(done, GraftlineError) or done == world.plain.answer(prompt(40, index), NEW_TOKENS)
     assert await recovered_answer(cluster, prompt(9, 3)) == world.plain.answer(prompt(9, 3), NEW_TOKENS)
