@@ -90,7 +90,7 @@ def test_a_token_that_is_there_does_not_wait_until_its_tree_is_launched(
     with local_pair(world.plain.path, world.eagle, prefill={"launch_drafts_early": True}) as pair:
         happened.clear()  # of warm-ups, on a GPU
         answer = pair.generate(prompt(7), 5)
-    assert happened == expected
+    assert happened[: len(expected)] == expected  # on a GPU, trees of the decode's rounds follow
     assert answer.ids == world.plain.answer(prompt(7), 5)
 
 
