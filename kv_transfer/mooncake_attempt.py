@@ -94,6 +94,7 @@ class Attempt:
         self._states = states
         self._start_s = self._shared_until_s = time.monotonic()
         self._current: WriteState | None = None
+        self._is_exhausted = False  # `states` has no more, and nothing of the last one is left
         self._under_way: deque[_Batch] = deque()
         self._submitted_bytes = 0
         self._next_deadline_s = float("inf")
@@ -135,7 +136,7 @@ class Attempt:
     def _fill(self) -> None:
         """Submits as many batches as may be under way."""
         config = self._config
-        while not self.broken and len(self._under_way) < config.max_in_flight:
+        while not (self._is_exhausted or self.broken) and len(self._under_way) < config.max_in_flight:
             state = self._next_state()
             if state is None:
                 return
@@ -152,7 +153,9 @@ class Attempt:
         state, self._current = self._current, None
         if state is None:
             state = next(self._states, None)
-            if state is not None:
+            if state is None:
+                self._is_exhausted = True
+            else:
                 self.begun.append(state)
         return state
 
