@@ -26,6 +26,8 @@ class Role(Enum):
 class StageMode(Enum):
     """How the stages of one worker run."""
 
+    AUTO = "auto"
+    """Threads where all are on one GPU, which would divide its time between processes; else processes."""
     PROCESSES = "processes"
     THREADS = "threads"
 

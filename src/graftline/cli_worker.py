@@ -69,7 +69,7 @@ ENGINE_OPTIONS = (
     Option("initial_tree", InitialTree, "What a prefill grows for the first decode round.", _TREES),
     Option("stages", int, "Pipeline stages.", _PIPELINE, 1),
     Option("layer_split", str, "Layers of every stage (10,12,8), measured, weights, or auto.", _PIPELINE),
-    Option("stage_mode", StageMode, "Stages as processes, or as threads of this one.", _PIPELINE),
+    Option("stage_mode", StageMode, "Stages as processes, or as threads of this one; auto: by devices.", _PIPELINE),
     Option("stage_channel", StageChannel, "Hidden states through the host, from GPU to GPU, or by NCCL.", _PIPELINE),
     Option("threads", int, "CPU threads of every stage; 0: the cores shared.", _PIPELINE, 0),
     Option("stage_timeout_s", float, "Silence after which a stage is dead or frozen.", _PIPELINE, 0.5),
@@ -279,7 +279,7 @@ def worker_config(given: dict[str, Any]) -> WorkerConfig:
 
 def _fork_later_stages(given: dict[str, Any]) -> "tuple[EarlyStage, ...]":
     """Forks the processes of later stages, unless they are threads, a launcher starts them, or a GPU forbids it."""
-    if "WORLD_SIZE" in os.environ or given["stage_mode"] is not StageMode.PROCESSES or given["devices"] != CPU:
+    if "WORLD_SIZE" in os.environ or given["stage_mode"] is StageMode.THREADS or given["devices"] != CPU:
         return ()
     split = given["layer_split"]
     count = given["stages"] if split == AUTO else split.count(",") + 1

@@ -64,7 +64,7 @@ class ClusterSpec:
     decode_stages: int = 1
     prefill_split: str = AUTO
     decode_split: str = AUTO
-    stage_mode: StageMode = StageMode.PROCESSES
+    stage_mode: StageMode = StageMode.AUTO
     stage_channel: StageChannel = StageChannel.AUTO
     draft_head: str = AUTO
     speculation: bool = True

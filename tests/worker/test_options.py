@@ -19,6 +19,7 @@ from graftline.worker.options import (
     EngineOptions,
     InitialTree,
     resolve_engine_config,
+    stage_mode,
     threads_per_stage,
     to_arguments,
     tree_shape,
@@ -125,6 +126,22 @@ def test_what_does_not_fit_is_named(options: EngineOptions, changes: dict[str, o
 def test_no_page_fits(options: EngineOptions) -> None:
     with pytest.raises(OutOfCapacityError):
         resolve_engine_config(replace(options, page_size=1 << 16, memory_mib=1), Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "is_one_process", "expected"),
+    [
+        (StageMode.AUTO, ("cuda:0", "cuda:0"), True, StageMode.THREADS),  # else processes would take turns on the GPU
+        (StageMode.AUTO, ("cuda:0",), True, StageMode.THREADS),
+        (StageMode.AUTO, ("cuda:0",), False, StageMode.PROCESSES),  # a GPU of each process's own
+        (StageMode.AUTO, ("cuda:0", "cuda:1"), True, StageMode.PROCESSES),
+        (StageMode.AUTO, ("cpu",), True, StageMode.PROCESSES),
+        (StageMode.PROCESSES, ("cuda:0", "cuda:0"), True, StageMode.PROCESSES),
+        (StageMode.THREADS, ("cpu", "cpu"), True, StageMode.THREADS),
+    ],
+)
+def test_how_stages_run(mode: StageMode, devices: tuple[str, ...], is_one_process: bool, expected: StageMode) -> None:
+    assert stage_mode(mode, devices, is_one_process=is_one_process) is expected
 
 
 def test_every_field_has_an_option_of_its_name() -> None:

@@ -1,6 +1,7 @@
 """What a user says about a worker's engine, with "auto" values, and how it becomes an `EngineConfig`."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -85,7 +86,7 @@ class EngineOptions:
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     stages: int = 1
     layer_split: str = AUTO
-    stage_mode: StageMode = StageMode.PROCESSES
+    stage_mode: StageMode = StageMode.AUTO
     stage_channel: StageChannel = StageChannel.AUTO
     page_size: int = 16
     pages: int = 0
@@ -130,7 +131,7 @@ def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host(
         devices=devices,
         attention_backend=options.attention_backend,
         layer_split=layer_split(options, role, model, head, tree),
-        stage_mode=options.stage_mode,
+        stage_mode=stage_mode(options.stage_mode, devices, is_one_process=host.measures),
         stage_channel=options.stage_channel,
         page_size=options.page_size,
         num_pages=max(1, options.pages),
@@ -175,6 +176,18 @@ def pool_budgets(
     devices = [config.stage_device(stage) for stage in range(config.num_stages)]
     fraction = options.memory_fraction or DEFAULT_FRACTION
     return stage_budgets(devices, taken_bytes(config, model, head), fraction, host.memory_of)
+
+
+def stage_mode(mode: StageMode, devices: Sequence[str], *, is_one_process: bool) -> StageMode:
+    """How stages on these devices run.
+
+    Args:
+        is_one_process: this process starts the others, if there are to be any.
+    """
+    if mode is not StageMode.AUTO:
+        return mode
+    is_one_gpu = len(set(devices)) == 1 and devices[0] != CPU
+    return StageMode.THREADS if is_one_gpu and is_one_process else StageMode.PROCESSES
 
 
 def usual_chunk_tokens(device: str) -> int:
