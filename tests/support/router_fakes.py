@@ -89,7 +89,10 @@ def model_card(**changes: Any) -> ModelCard:
             card.eos_token_ids.extend(value)
         else:
             setattr(card, name, value)
-    card.card_hash = hashlib.sha256(card.SerializeToString(deterministic=True)).hexdigest()
+    nameless = ModelCard()
+    nameless.CopyFrom(card)
+    nameless.ClearField("model_id")
+    card.card_hash = hashlib.sha256(nameless.SerializeToString(deterministic=True)).hexdigest()
     return card
 
 
