@@ -71,6 +71,16 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Sentencepiece style: pieces with a space mark, and <0xXX> for every byte."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "▁é", "😀", "▁the"]
+    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
 def model_card(**changes: Any) -> ModelCard:
     """The card of the fake model."""
     card = ModelCard(
