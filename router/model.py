@@ -1,9 +1,10 @@
 """A served model as text sees it: tokenizer, vocabulary and chat template, built from a worker's model card."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from graftline.errors import IncompatibleError, InvalidRequestError, PromptTooLongError
 from graftline.proto.v1.common_pb2 import ModelCard
@@ -21,6 +22,7 @@ class ServedModel:
     """One model card, ready for use.
 
     Attributes:
+        sampling_defaults: values of fields of GenerateRequest, where a request has none.
         card: what it was built from, or that of a model with another name and all else the same.
     """
 
@@ -32,6 +34,7 @@ class ServedModel:
     tokenizer: TextTokenizer
     vocabulary: Vocabulary
     chat_template: ChatTemplate | None
+    sampling_defaults: Mapping[str, Any]
     card: ModelCard
 
     @classmethod
@@ -55,6 +58,7 @@ class ServedModel:
             tokenizer,
             Vocabulary(tokenizer),
             template,
+            {field.name: value for field, value in card.sampling_defaults.ListFields()},
             card,
         )
 

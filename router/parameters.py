@@ -72,7 +72,8 @@ class Parameters:
             InvalidRequestError: naming the field and the value.
         """
         # Only what is given is looked at: requests set few of the fields, and asking for one costs more than its check.
-        given: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
+        given: dict[str, Any] = {**model.sampling_defaults}
+        given.update((field.name, value) for field, value in request.ListFields())
         for name, value in given.items():
             check = _CHECKS.get(name)
             if check is not None:

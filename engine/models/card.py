@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from graftline.engine.models.config import ModelConfig, read_json
+from graftline.engine.models.config import ModelConfig, read_generation_config, read_json
+from graftline.engine.models.sampling_defaults import SamplingDefaults, sampling_defaults
 from graftline.errors import InvalidRequestError
 
 
@@ -32,6 +33,7 @@ class ModelCardData:
     context_length: int
     vocab_size: int
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def card_hash(self) -> str:
@@ -44,6 +46,8 @@ class ModelCardData:
             self.vocab_size,
             sorted(self.special_tokens.items()),
         ]
+        if self.sampling != SamplingDefaults():  # so that cards without have the hash that earlier versions give them
+            rest.append(astuple(self.sampling))
         digest = hashlib.sha256(json.dumps(rest).encode())
         digest.update(self.tokenizer_json)
         return digest.hexdigest()[:32]
@@ -53,7 +57,7 @@ def read_card(path: Path, config: ModelConfig) -> ModelCardData:
     """The card of a Hugging Face directory.
 
     Raises:
-        InvalidRequestError: no readable `tokenizer.json`.
+        InvalidRequestError: no readable `tokenizer.json`, or sampling defaults that no request could have.
     """
     tokenizer_path = path / "tokenizer.json"
     try:
@@ -74,6 +78,7 @@ def read_card(path: Path, config: ModelConfig) -> ModelCardData:
         context_length=config.context_length,
         vocab_size=config.vocab_size,
         special_tokens=special_tokens,
+        sampling=sampling_defaults(read_generation_config(path)),
     )
 
 

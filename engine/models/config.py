@@ -127,10 +127,13 @@ def read_config(path: Path) -> ModelConfig:
         InvalidRequestError: no such file, not JSON, an architecture or a feature that is not supported, or a
             value out of range; names the field and the value.
     """
-    raw = read_json(path / "config.json")
+    return config_from_dict(read_json(path / "config.json"), read_generation_config(path))
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """`generation_config.json` of a Hugging Face directory; empty where there is none. Raises as `read_json`."""
     generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    return config_from_dict(raw, generation)
+    return read_json(generation_path) if generation_path.exists() else {}
 
 
 def config_from_dict(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:

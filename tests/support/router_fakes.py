@@ -97,6 +97,8 @@ def model_card(**changes: Any) -> ModelCard:
         if name == "eos_token_ids":
             del card.eos_token_ids[:]
             card.eos_token_ids.extend(value)
+        elif name == "sampling_defaults":
+            card.sampling_defaults.CopyFrom(value)
         else:
             setattr(card, name, value)
     nameless = ModelCard()
