@@ -57,6 +57,7 @@ class Option:
 
 ENGINE_OPTIONS = (
     Option("model", str, "Known name, Hugging Face directory or GGUF file.", _MODEL),
+    Option("model_name", str, "What requests call it; empty: the name of the directory or file.", _MODEL),
     Option("draft_head", str, "Directory of a draft head; mtp: the model's own; auto: the one there is; none.", _MODEL),
     Option("dtype", str, "float32 or bfloat16.", _MODEL),
     Option("devices", str, "cpu, cuda, auto, cuda:N, or a name for every stage: cuda:0,cuda:1.", _MODEL),
