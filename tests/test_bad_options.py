@@ -1,5 +1,6 @@
 """Every bad value of an option is refused at the start: by name, in one line, without a traceback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,24 @@ def test_a_bad_value_is_refused_by_name(world: TinyWorld, role: str, option: str
     assert ended.returncode == 2, said
     assert "Traceback" not in said
     assert option.removeprefix("--").replace("-", "_") in said.replace("-", "_"), said
+
+
+def test_a_cpu_worker_without_its_kernels_does_not_start(world: TinyWorld, tmp_path: Path) -> None:
+    """CASES D54: as in a small image; what it answered could differ from what the plain model does."""
+    command = [sys.executable, "-m", "graftline", "decode", "--model", str(world.plain.path), "--dtype", "float32"]
+    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [*command, "--pages", "64", "--listen", "127.0.0.1:0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 2, said
+    assert "Traceback" not in said
+    assert "GRAFTLINE_NATIVE_LIBRARY: there are no native kernels" in said
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "tökén", "\x7f"])

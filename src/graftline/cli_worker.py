@@ -14,6 +14,7 @@ from rich.table import Table
 
 from graftline import cli_options as shared
 from graftline.engine.config import AttentionBackend, EngineConfig, Role, StageChannel, StageMode
+from graftline.engine.exact_kernels import check_exact_kernels
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
@@ -302,6 +303,7 @@ def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfi
     worker = worker_config(given)
     if engine.device_type == CPU:
         check_room(engine, None if not is_wide else int(os.environ.get("RANK", "0")))
+        check_exact_kernels()
     if is_wide and engine.device_type == "cuda" and not (options.pages or options.memory_mib):
         raise InvalidRequestError("memory_mib", "must be said (or pages): stages of several hosts have to agree")
     if int(os.environ.get("RANK", "0")) > 0 and engine.num_stages > 1:
