@@ -96,6 +96,8 @@ def test_addresses_that_nobody_can_use_are_refused(address: str) -> None:
     """CASES D51."""
     with pytest.raises(InvalidRequestError, match="x: "):
         parse_address(address, field="x")
+    with pytest.raises(InvalidRequestError, match="has a scheme; write host:port"):
+        parse_address("http://127.0.0.1:7001")
     with pytest.raises(InvalidRequestError, match="port 0"):
         parse_peer("a:0")
     with pytest.raises(InvalidRequestError, match="advertise"):
