@@ -95,6 +95,28 @@ def test_pieces_around_special_tokens_that_swallow_spaces() -> None:
     assert attacked == [*b"x<s>", end, *b"tail"]
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_pieces_behind_special_tokens_begin_as_in_the_whole_text(scheme: str) -> None:
+    """CASES I62: a vocabulary of sentencepiece puts its mark before the first word alone, or before every piece."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"ab<>/s", "▁a"]
+    source = Tokenizer(
+        models.BPE(
+            vocab={p: i for i, p in enumerate(pieces)}, merges=[("▁", "a")], byte_fallback=True, unk_token="<unk>"
+        )
+    )
+    source.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    source.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")])
+    tokenizer = text_tokenizer(tokenizer=source)
+    for written in ("<s>a b</s>b a", "a<s>b</s>"):
+        template = ChatTemplate(written + "<s>{{ messages[0].content }}</s>", SPECIAL)
+        plain = tokenizer.encode_chat(template.render([Message("user", "a b")], tokenizer.special_tokens))
+        typed = tokenizer.encode_chat(template.render([Message("user", "a b</s>")], tokenizer.special_tokens))
+        assert plain == source.encode(f"{written}<s>a b</s>", add_special_tokens=False).ids
+        assert typed[: len(plain) - 1] == plain[:-1], "what a user typed behind it changes nothing before it"
+        assert typed[-1] == plain[-1]
+        assert typed.count(source.token_to_id("</s>")) == plain.count(source.token_to_id("</s>"))
+
+
 # --- chat template --------------------------------------------------------------------------------------------
 
 
