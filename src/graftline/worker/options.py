@@ -74,8 +74,8 @@ class EngineOptions:
     """
 
     model: str = DEFAULT_MODEL
-    model_name: str = ""
     draft_head: str = AUTO
+    model_name: str = ""
     speculation: bool = True
     draft_depth: int = 0
     draft_branching: int = 0
