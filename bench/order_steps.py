@@ -2,7 +2,8 @@
 
 `python -m graftline.bench.order_steps --out results/order_steps.json` needs no GPU and takes some seconds. Medians, in
 microseconds: from the command to the engine (planning and what leads there), from the end of the copy to the answer,
-all of it, and processor time of this process for every order. Stand-ins answer at once, or after a stated time.
+all of it, and processor time of this process for every order. Stand-ins answer at once, after a stated time, or when a
+GPU's stream would be empty.
 """
 
 import argparse
@@ -32,6 +33,8 @@ _GEOMETRY = KvGeometry(4, 16, 2, 16, torch.float32)
 _HOST, _PEER = "127.0.0.1", "peer"
 _SESSIONS = (f"{_HOST}:15998", f"{_HOST}:15999")
 _TIMEOUT_S = 30.0
+# A call of the engine, a copy besides its bytes, and these: about what an H200 and its host take.
+_GPU_CALL_S, _GPU_COPY_S, _GPU_BYTES_PER_S = 12e-6, 6e-6, 2e12
 
 
 class StandIn:
@@ -62,13 +65,13 @@ class StandIn:
 
     def transfer_submit_write(self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int) -> int:
         """See `Engine`."""
-        return self._submit()
+        return self._submit([length])
 
     def batch_transfer_async_write(
         self, target_hostname: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
     ) -> int:
         """See `Engine`."""
-        return self._submit()
+        return self._submit(lengths)
 
     def transfer_check_status(self, batch_id: int) -> int:
         """See `Engine`."""
@@ -79,12 +82,35 @@ class StandIn:
         """See `Engine`."""
         return 0
 
-    def _submit(self) -> int:
+    def _submit(self, lengths: Sequence[int]) -> int:
         now_s = time.perf_counter()
         self.first_s = self.first_s or now_s
         self.num_batches += 1
         self._ends[self.num_batches] = now_s + self._copy_s
         return self.num_batches
+
+
+class GpuStandIn(StandIn):
+    """An engine that takes its time to queue copies on a stream, where they follow each other; a batch counts as done
+    when the stream is empty.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self._empty_s = 0.0
+
+    def transfer_check_status(self, batch_id: int) -> int:
+        """See `Engine`."""
+        self.last_s = time.perf_counter()
+        return int(self.last_s >= self._empty_s)
+
+    def _submit(self, lengths: Sequence[int]) -> int:
+        batch_id = super()._submit(lengths)
+        queued_s = time.perf_counter() + _GPU_CALL_S
+        while time.perf_counter() < queued_s:
+            pass
+        self._empty_s = max(queued_s, self._empty_s) + len(lengths) * _GPU_COPY_S + sum(lengths) / _GPU_BYTES_PER_S
+        return batch_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +120,7 @@ class Case:
     Attributes:
         scattered: no two pages are neighbours.
         late: the data are said to be there only after the orders were given.
+        gpu: copies take what they take on a GPU; a page has 16 KiB.
     """
 
     name: str
@@ -102,6 +129,7 @@ class Case:
     copy_us: float = 0.0
     scattered: bool = False
     late: bool = False
+    gpu: bool = False
 
 
 CASES = (
@@ -115,6 +143,9 @@ CASES = (
     Case("1024 pages, copies take 530 us", num_pages=1024, copy_us=530),
     Case("8 orders at once, copies take 50 us", num_orders=8, copy_us=50),
     Case("one order, data are there later", late=True),
+    Case("one order of 16 MiB on a GPU", num_pages=1024, gpu=True),
+    Case("8 orders of 1 MiB on a GPU", num_orders=8, num_pages=64, gpu=True),
+    Case("8 orders of 16 MiB on a GPU", num_orders=8, num_pages=1024, gpu=True),
 )
 
 
@@ -131,7 +162,7 @@ class Found:
 
 def measure(case: Case, repeats: int) -> Found:
     """Gives the orders of a case again and again."""
-    engine = StandIn(case.copy_us * 1e-6)
+    engine = GpuStandIn() if case.gpu else StandIn(case.copy_us * 1e-6)
     port = _paired_port(engine, 4 * case.num_orders * case.num_pages)
     try:
         _give(port, case)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graftline.engine.device_growth import DeviceGrowth
 from graftline.engine.graph_capture import CapturedGraph, GraphPool
-from graftline.kernels.upload import pad_rows, upload
+from graftline.kernels.upload import pad_rows, upload_into
 
 
 class GrowthGraphs:
@@ -48,10 +48,10 @@ class GrowthGraphs:
         """
         for trees in sorted(sizes):
             outputs = torch.zeros(trees, self._hidden_size, dtype=self._dtype, device=self._device)
-            roots = torch.zeros(trees, 2, dtype=torch.int64, device=self._device)
-            tables = torch.zeros(trees, self._max_pages, dtype=torch.int32, device=self._device)
-            graph = self._graph_pool.capture(partial(self._run, outputs, roots, tables))
-            self._sizes.append(_Size(trees, outputs, roots, tables, graph))
+            bonus = torch.zeros(trees, dtype=torch.int64, device=self._device)
+            numbers = torch.zeros(trees, 1 + self._max_pages, dtype=torch.int32, device=self._device)
+            graph = self._graph_pool.capture(partial(self._run, outputs, bonus, numbers))
+            self._sizes.append(_Size(trees, outputs, bonus, numbers, graph))
         return sum(size.graph.num_bytes for size in self._sizes if size.graph is not None)
 
     def grow(
@@ -70,17 +70,17 @@ class GrowthGraphs:
         """
         count = len(starts)
         size = next(size for size in self._sizes if size.trees >= count)
-        lengths = [[0, start] for start in starts] + [[0, 0]] * (size.trees - count)
-        size.roots.copy_(upload(lengths, torch.int64, self._device))
-        size.roots[:count, 0] = bonus_tokens
-        pages = pad_rows([table[: self._max_pages] for table in tables])
-        size.tables[:count, : len(pages[0])] = upload(pages, torch.int32, self._device)
+        rows = [[start, *table[: self._max_pages]] for start, table in zip(starts, tables, strict=True)]
+        numbers = pad_rows([*rows, *[[0]] * (size.trees - count)])
+        upload_into(size.numbers[:, : len(numbers[0])], numbers)
+        size.bonus[:count] = bonus_tokens
         size.outputs[:count] = outputs
-        trees = self._run(size.outputs, size.roots, size.tables) if size.graph is None else size.graph.replay()
+        trees = self._run(size.outputs, size.bonus, size.numbers) if size.graph is None else size.graph.replay()
         return trees[:count]
 
-    def _run(self, outputs: Tensor, roots: Tensor, tables: Tensor) -> Tensor:
-        tokens, parents, counts = self._growth.grow(outputs, roots[:, 0].contiguous(), roots[:, 1].int(), tables)
+    def _run(self, outputs: Tensor, bonus: Tensor, numbers: Tensor) -> Tensor:
+        lengths, tables = numbers[:, 0].contiguous(), numbers[:, 1:].contiguous()
+        tokens, parents, counts = self._growth.grow(outputs, bonus, lengths, tables)
         return torch.cat((counts.unsqueeze(1), tokens, parents), dim=1)
 
 
@@ -89,13 +89,14 @@ class _Size:
     """A growth of one number of trees: where its inputs lie, and what captured it.
 
     Attributes:
-        roots: [trees, 2] int64: bonus token, committed length.
-        tables: [trees, max_pages] int32 page ids; those that no committed slot reaches are what was there before.
+        bonus: [trees] int64 tokens.
+        numbers: [trees, 1 + max_pages] int32: committed length, then page ids; those that no committed slot reaches are
+            what was there before.
         graph: None where it is not captured.
     """
 
     trees: int
     outputs: Tensor
-    roots: Tensor
-    tables: Tensor
+    bonus: Tensor
+    numbers: Tensor
     graph: CapturedGraph | None

@@ -7,6 +7,7 @@ if they have by then), trees behind them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from graftline.kernels.draft_inputs import gather_columns
 from graftline.kernels.upload import upload
 
 Emit = Callable[[StepTokens | StepResult], None]
+# See `PromptGraphs.extend`.
+Extend = Callable[[Sequence[Tensor], Sequence[int], Tensor, Tensor], Tensor]
 
 
 class PromptEnd:
@@ -58,12 +61,16 @@ class PromptEnd:
         pages: Mapping[int, Sequence[int]],
         drafted: Callable[[], None],
         emit: Emit,
+        extend: Extend | None = None,
     ) -> None:
         """Ends a step; see `LastStage.finish`."""
         ends = _ends(plan.segments)
-        ids = self._sample(ends, hidden) if ends else None
+        rows = upload([end.row for end in ends], torch.int64, self._device)
+        ids = self._sample(ends, rows, hidden) if ends else None
         told = None if ids is None else _Landing.of(ids)
-        outputs = self._extend(plan.segments, ends, ids, hidden, features, pages)
+        columns = feature_columns(self._drafter.feature_layers, features, lambda: self._model.final_norm(hidden))
+        drawn = rows if ids is None else ids.clamp(min=0)
+        outputs = (extend or partial(self._extend, plan.segments, pages))(columns, _next(plan.segments), rows, drawn)
         drafted()
         outcomes = {segment.slot: SegmentOutcome(segment.slot, [], [], [], [], "") for segment in plan.segments}
 
@@ -83,8 +90,11 @@ class PromptEnd:
         grown = None
         growing = [index for index, end in enumerate(ends) if end.segment.grow]
         if growing and ids is not None:
-            rows = [ends[index].row for index in growing]
-            grown = _Landing.of(self._grow([ends[index] for index in growing], ids, growing, outputs, rows, pages))
+            if len(growing) < len(ends):
+                picked = upload(growing, torch.int64, self._device)
+                rows, drawn = rows[picked], drawn[picked]
+            last = gather_columns([outputs], rows)
+            grown = _Landing.of(self._grow([ends[index] for index in growing], drawn, last, pages))
         if told is not None:
             tell(told)
         if grown is not None:
@@ -94,48 +104,35 @@ class PromptEnd:
                     outcomes[slot] = outcomes[slot].with_tree(tree_of(row))
         emit(StepResult(plan.step, plan.microbatch, list(outcomes.values())))
 
-    def _sample(self, ends: Sequence["_End"], hidden: Tensor) -> Tensor:
-        rows = upload([end.row for end in ends], torch.int64, self._device)
+    def _sample(self, ends: Sequence["_End"], rows: Tensor, hidden: Tensor) -> Tensor:
         logits = self._model.logits(self._model.final_norm(hidden[rows]))
         return self._sampler.draw_ids(logits, [end.sampled for end in ends])
 
     def _extend(
         self,
         segments: Sequence[Segment],
-        ends: Sequence["_End"],
-        ids: Tensor | None,
-        hidden: Tensor,
-        features: Sequence[Tensor],
         pages: Mapping[int, Sequence[int]],
+        columns: Sequence[Tensor],
+        next_tokens: Sequence[int],
+        ends: Tensor,
+        ids: Tensor,
     ) -> Tensor:
-        """Makes the drafter's rows of all segments final: [rows, hidden] outputs."""
-        known = [token for segment in segments for token in (*segment.tokens[1:], max(0, segment.next_token))]
-        next_tokens = upload(known, torch.int64, self._device)
-        if ids is not None:
-            rows = upload([end.row for end in ends], torch.int64, self._device)
-            next_tokens.index_copy_(0, rows, ids.clamp(min=0))
-        columns = feature_columns(self._drafter.feature_layers, features, lambda: self._model.final_norm(hidden))
+        """As `PromptGraphs.extend`, op by op."""
+        behind = upload(next_tokens, torch.int64, self._device)
+        behind.index_copy_(0, ends, ids)
         batch = build_attention_batch(
             [SegmentRows(segment.start, segment.num_rows, pages[segment.slot]) for segment in segments],
             self._page_size,
             self._device,
         )
-        return self._drafter.extend(torch.cat(columns, dim=-1) if len(columns) > 1 else columns[0], next_tokens, batch)
+        return self._drafter.extend(torch.cat(list(columns), dim=-1) if len(columns) > 1 else columns[0], behind, batch)
 
     def _grow(
-        self,
-        ends: Sequence["_End"],
-        ids: Tensor,
-        growing: Sequence[int],
-        outputs: Tensor,
-        rows: Sequence[int],
-        pages: Mapping[int, Sequence[int]],
+        self, ends: Sequence["_End"], bonus: Tensor, outputs: Tensor, pages: Mapping[int, Sequence[int]]
     ) -> Tensor:
         """[trees, 1 + 2 V] int64; see `Drafter.grow_unseen`."""
-        bonus = ids[upload(growing, torch.int64, self._device)].clamp(min=0)
-        last = gather_columns([outputs], upload(rows, torch.int64, self._device))
         return self._drafter.grow_unseen(
-            last, bonus, [end.length for end in ends], [pages[end.segment.slot] for end in ends]
+            outputs, bonus, [end.length for end in ends], [pages[end.segment.slot] for end in ends]
         )
 
 
@@ -165,6 +162,11 @@ def _ends(segments: Sequence[Segment]) -> list[_End]:
         if segment.first_sampled < segment.num_rows:
             ends.append(_End(segment, rows - 1, segment.start + segment.num_rows))
     return ends
+
+
+def _next(segments: Sequence[Segment]) -> list[int]:
+    """The token behind every row, as far as the host knows them."""
+    return [token for segment in segments for token in (*segment.tokens[1:], max(0, segment.next_token))]
 
 
 @dataclass(frozen=True, slots=True)

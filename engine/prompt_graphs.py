@@ -1,23 +1,25 @@
 """A stage's layers over chunks of prompts, captured: a step of few rows waits for some nine launches a layer otherwise.
 
-A step is padded to one of a few sizes. Padding rows belong to no prompt: they are computed for nothing and written
-nowhere. Attention is Triton's here, whose kernels read all they need to know on the device.
+On the last stage the drafter's rows are captured too, behind the tokens that are drawn between. A step is padded to one
+of a few sizes. Padding rows belong to no prompt: they are computed for nothing and written nowhere. Attention is
+Triton's here, whose kernels read all they need to know on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from graftline.engine.drafter import Drafter
 from graftline.engine.graph_capture import CapturedGraph, GraphPool, sizes_up_to
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.pages import num_pages_for
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows
-from graftline.kernels.upload import int_starts, pad_rows, upload
+from graftline.kernels.upload import int_starts, pad_rows, upload, upload_into
 
 _LEAST_ROWS, _MOST_ROWS = 16, 2048
 # What an H200 computes while a host launches a layer's kernels, 0.42 ms (`python -m graftline.bench.gpu --sections
@@ -51,6 +53,7 @@ class PromptGraphs:
         hidden_size: columns of the residual stream.
         dtype: of the residual stream.
         max_pages: of a prompt.
+        drafter: whose rows follow, one that can be captured; None where none do.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class PromptGraphs:
         max_pages: int,
         device: torch.device,
         *,
+        drafter: Drafter | None = None,
         captures: bool = True,
     ) -> None:
         self._model = model
@@ -72,8 +76,10 @@ class PromptGraphs:
         self._dtype = dtype
         self._max_pages = max_pages
         self._device = device
+        self._drafter = drafter
         self._graph_pool = GraphPool(device, captures=captures)
         self._sizes: list[_Size] = []
+        self._ran: _Size | None = None
 
     def capture(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Warms steps of these (rows, prompts) up and, on CUDA, captures them. Only padding is computed.
@@ -85,7 +91,9 @@ class PromptGraphs:
         for rows, prompts in sorted(sizes, reverse=True):  # the largest first: the others' memory fits into its pool
             size = _Size(rows, prompts, *self._inputs(rows, prompts))
             size.graph = self._graph_pool.capture(partial(self._run, size))
-            num_bytes += 0 if size.graph is None else size.graph.num_bytes
+            if self._drafter is not None:
+                size.drafts = self._drafts(self._drafter, size)
+            num_bytes += size.num_bytes
             self._sizes.insert(0, size)
         return num_bytes
 
@@ -99,9 +107,10 @@ class PromptGraphs:
         assert size is not None, "a step that is not captured"
         rows = hidden.shape[0]
         numbers, tables = pad_prompts(segments, size.rows, size.prompts, self._pool.geometry.page_size)
-        size.numbers.copy_(upload(numbers, torch.int32, self._device))
-        size.tables[: len(tables), : len(tables[0])] = upload(tables, torch.int32, self._device)
+        upload_into(size.numbers, numbers)
+        upload_into(size.tables[: len(tables), : len(tables[0])], tables)
         size.hidden[:rows] = hidden
+        self._ran = size
         if size.graph is None:
             self._run(size)
         else:
@@ -109,6 +118,39 @@ class PromptGraphs:
         return size.outputs[0][:rows], {
             layer: output[:rows] for layer, output in zip(self._capture, size.outputs[1:], strict=True)
         }
+
+    @property
+    def extends(self) -> bool:
+        """Whether `extend` can follow a step."""
+        return self._drafter is not None
+
+    def extend(self, columns: Sequence[Tensor], next_tokens: Sequence[int], ends: Tensor, ids: Tensor) -> Tensor:
+        """Makes the drafter's rows of the last step final.
+
+        Args:
+            columns: [rows, hidden] each, what the drafter wants of the step, side by side.
+            next_tokens: behind every row; anything where `ids` has it.
+            ends: [ends] int64 rows whose next tokens were drawn.
+            ids: [ends] int64 these tokens.
+
+        Returns:
+            [rows, hidden] outputs; the next step overwrites them.
+        """
+        assert self._ran is not None
+        assert self._ran.drafts is not None
+        drafts, rows = self._ran.drafts, len(next_tokens)
+        torch.cat(list(columns), dim=-1, out=drafts.features[:rows])
+        upload_into(drafts.next_tokens[:rows], next_tokens)
+        drafts.next_tokens.index_copy_(0, ends, ids)
+        outputs = drafts.run() if drafts.graph is None else drafts.graph.replay()
+        return outputs[:rows]
+
+    def _drafts(self, drafter: Drafter, size: "_Size") -> "_Drafts":
+        columns = len(drafter.feature_layers) * self._hidden_size
+        features = torch.zeros(size.rows, columns, dtype=self._dtype, device=self._device)
+        next_tokens = torch.zeros(size.rows, dtype=torch.int64, device=self._device)
+        run = partial(drafter.extend, features, next_tokens, size.batch(self._pool))
+        return _Drafts(features, next_tokens, run, self._graph_pool.capture(run))
 
     def _size_of(self, segments: Sequence[SegmentRows]) -> "_Size | None":
         rows = sum(segment.num_rows for segment in segments)
@@ -126,6 +168,22 @@ class PromptGraphs:
         hidden, captured = self._model.run_layers(size.hidden, size.batch(self._pool), self._pool, self._capture)
         size.outputs = (hidden, *(captured[layer] for layer in self._capture))
         return hidden
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Drafts:
+    """The drafter's rows of a size: where their inputs lie, the work, and what captured it.
+
+    Attributes:
+        features: [rows, columns].
+        next_tokens: [rows] int64.
+        run: gives [rows, hidden].
+    """
+
+    features: Tensor
+    next_tokens: Tensor
+    run: Callable[[], Tensor]
+    graph: CapturedGraph | None
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +204,13 @@ class _Size:
     tables: Tensor
     outputs: tuple[Tensor, ...] = ()
     graph: CapturedGraph | None = None
+    drafts: _Drafts | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the graphs took."""
+        graphs = (self.graph, None if self.drafts is None else self.drafts.graph)
+        return sum(graph.num_bytes for graph in graphs if graph is not None)
 
     def batch(self, pool: KvPool) -> AttentionBatch:
         """The step's rows; its segments are known on the device alone."""

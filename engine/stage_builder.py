@@ -144,7 +144,8 @@ def build_stage(
         graph_bytes += drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
     prompts = None
     if captures_prompts(config, target, backend):
-        prompts = _build_prompts(config, index, model, pool)
+        extended = drafter if drafter is not None and drafter.grows_unseen and config.launch_drafts_early else None
+        prompts = _build_prompts(config, index, model, pool, extended)
         most = min(config.chunk_tokens, most_rows(target))
         graph_bytes += prompts.capture(prompt_sizes(most, config.max_running))
     if graph_bytes:
@@ -176,12 +177,21 @@ def captures_prompts(config: EngineConfig, target: ModelConfig, backend: Attenti
     return is_wanted and target.hybrid is None and backend is not AttentionBackend.TORCH
 
 
-def _build_prompts(config: EngineConfig, index: int, model: TargetModel, pool: KvPool) -> PromptGraphs:
+def _build_prompts(
+    config: EngineConfig, index: int, model: TargetModel, pool: KvPool, drafter: Drafter | None
+) -> PromptGraphs:
     device, target = torch.device(config.stage_device(index)), model.config
     longest = min(target.context_length, config.num_pages * config.page_size)
     max_pages = num_pages_for(longest, config.page_size)
     return PromptGraphs(
-        model, pool, captured_layers(config, target, index), target.hidden_size, model.dtype, max_pages, device
+        model,
+        pool,
+        captured_layers(config, target, index),
+        target.hidden_size,
+        model.dtype,
+        max_pages,
+        device,
+        drafter=drafter,
     )
 
 

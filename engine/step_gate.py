@@ -45,6 +45,8 @@ class StepGate:
 
     def wait(self, step: int, *, drafter: bool, timeout_s: float) -> bool:
         """Whether the step's data are there, after waiting at most `timeout_s`."""
+        if self._done[drafter] >= step:  # it never falls
+            return True
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._changed.wait_for(

@@ -204,9 +204,9 @@ class DenseLayers:
             return None
 
     def can_reside(self, batch: TreeBatch, pages: LayerPages) -> bool:
-        """Whether `run_resident` can run a batch, whatever is faster."""
+        """Whether `run_resident` can run a batch."""
         resident = self._resident(pages)
-        return resident is not None and resident.can_run(batch, 0)
+        return resident is not None and resident.takes(batch, 0)
 
     @cached_property
     def reason_against_resident(self) -> str | None:

@@ -31,13 +31,11 @@ _KV_TOKENS = 32  # a ring slot
 _WARPS = 8
 _BATCH = 3
 _THREADS = 384
+_COLUMNS = 32  # of a block of what products read
+_COUNTER_WORDS = 32  # from counter to counter
 _LINE = 64  # elements of 128 bytes
 _MAX_CHUNK = 576  # inputs of a ring slot
 _SHARED_BYTES = 232448  # that a block may have on a Hopper GPU
-# Where the kernel was ahead of the single ops on an H200 (docs/results.md): layers of 8B shapes with up to 8 rows,
-# those of a small model with all that it takes.
-_ROWS_OF_LARGE = 8
-_SMALL_LAYER_BYTES = 64 << 20
 _LOG2_E = 1.4426950408889634
 _CAPABILITY = (9, 0)
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -57,13 +55,14 @@ class RoundArguments(ctypes.Structure):
     """`Round` of the kernel."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("layers", "hidden", "q", "attended", "act", "partial", "state", "met")),
+        *((name, _POINTER) for name in ("layers", "hidden", "out", "q", "attended", "act", "partial", "state", "met")),
         *((name, _POINTER) for name in ("positions", "row_slots", "visible", "starts", "page_tables", "cos", "sin")),
         ("features", _POINTER * MAX_FEATURES),
         ("page_stride", ctypes.c_int64),
         ("feature_after", _INT * MAX_FEATURES),
         *((name, _INT) for name in ("num_layers", "rows", "sequences", "rows_each", "num_tail", "max_pages")),
         ("row_tiles_of_pairs", _INT),
+        ("nothing", ctypes.c_uint32),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     ]
@@ -79,11 +78,6 @@ class ResidentSizes:
     kv_heads: int
     head_dim: int
     page_size: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a layer's matrices in bfloat16."""
-        return 2 * self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.inter)
 
     @property
     def group(self) -> int:
@@ -109,6 +103,12 @@ class ResidentSizes:
         """Tokens that are copied at once."""
         return min(self.page_size, _KV_TOKENS)
 
+    def act_rounds(self, blocks: int) -> int:
+        """Rounds of tiles in which blocks compute gate and up, each of which is counted."""
+        tiles = 2 * self.inter // _TILE
+        most = -(-tiles // blocks)
+        return -(-most // _group(tiles, blocks))
+
     def macros(self, row_tiles: int, blocks: int) -> dict[str, int]:
         """What the source wants to be told.
 
@@ -123,7 +123,7 @@ class ResidentSizes:
         slot = max(2 * _TILE * max(hidden, attended, inter), 4 * _KV_TOKENS * self.head_dim)
         return {
             "HIDDEN": self.hidden, "INTER": self.inter, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
-            "HEAD_DIM": self.head_dim, "PAGE_SIZE": self.page_size, "ROW_TILES": row_tiles,
+            "HEAD_DIM": self.head_dim, "PAGE_SIZE": self.page_size, "ROW_TILES": row_tiles, "BLOCKS": blocks,
             **groups, "GROUP_TILES": max(groups.values()), "CHUNK_HIDDEN": hidden, "CHUNK_ATTENDED": attended,
             "CHUNK_INTER": inter,
             "SLOT_BYTES": slot, "NUM_SLOTS": (_SHARED_BYTES - _own_bytes(row_tiles)) // slot,
@@ -143,11 +143,6 @@ def fits_kernel(batch: TreeBatch, sizes: ResidentSizes, streams: int) -> bool:
         and tiles <= _WARPS
         and batch.num_segments * sizes.kv_heads <= streams // tiles
     )
-
-
-def is_ahead(rows: int, sizes: ResidentSizes) -> bool:
-    """Whether the kernel beats the single ops: measured."""
-    return rows <= _ROWS_OF_LARGE or sizes.num_bytes <= _SMALL_LAYER_BYTES
 
 
 def reason_against_device(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -209,7 +204,7 @@ def _page_map(view: Tensor, sizes: ResidentSizes) -> BoxMap:
 
 @dataclass(slots=True)
 class ResidentRound:
-    """Arguments of one launch, and the tensors that they point to."""
+    """Arguments of one launch, and the tensors that they point to; `hidden` is the result."""
 
     arguments: RoundArguments
     hidden: Tensor
@@ -246,15 +241,21 @@ def prepare_round(
     device, rows = hidden.device, batch.num_rows
     tiles = _pair_tiles(batch.rows_each, sizes.group)
     items = blocks * (_WARPS // tiles)
-    stream = hidden.clone(memory_format=torch.contiguous_format)
-    features = {after: torch.empty_like(stream) for after in sorted(set(capture))}
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=device)
+    features = {after: torch.empty_like(out) for after in sorted(set(capture))}
     q_size = sizes.heads * sizes.head_dim
-    q, attended, act = (hidden.new_empty(rows, size) for size in (q_size, q_size, sizes.inter))
+    q = hidden.new_empty(rows, q_size)
+    # What products read lies in blocks of columns, all rows of each behind one another.
+    stream, attended, act = (
+        hidden.new_empty(size // _COLUMNS, _row_tiles(rows) * 8, _COLUMNS)
+        for size in (sizes.hidden, q_size, sizes.inter)
+    )
+    stream[:, :rows].copy_(hidden.reshape(rows, -1, _COLUMNS).transpose(0, 1))
     partial = torch.empty(items * tiles * _TILE * sizes.head_dim, dtype=torch.float32, device=device)
     state = torch.empty(items * tiles * _TILE * 2, dtype=torch.float32, device=device)
-    met = torch.zeros(1, dtype=torch.int32, device=device)
+    met = torch.zeros(_COUNTER_WORDS * (1 + sizes.act_rounds(blocks)), dtype=torch.int32, device=device)
     arguments = RoundArguments(
-        *(part.data_ptr() for part in (table, stream, q, attended, act, partial, state, met)),
+        *(part.data_ptr() for part in (table, stream, out, q, attended, act, partial, state, met)),
         *(part.data_ptr() for part in (batch.positions, batch.row_slots, batch.visible, batch.starts)),
         batch.page_tables.data_ptr(),
         shape.cos.data_ptr(),
@@ -269,10 +270,11 @@ def prepare_round(
         batch.num_tail,
         batch.page_tables.shape[1],
         tiles,
+        0,
         shape.eps,
         shape.scale * _LOG2_E,
     )
-    return ResidentRound(arguments, stream, features, (q, attended, act, partial, state, met))
+    return ResidentRound(arguments, out, features, (stream, q, attended, act, partial, state, met))
 
 
 class ResidentLayers:
@@ -289,11 +291,7 @@ class ResidentLayers:
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
 
     def takes(self, batch: TreeBatch, num_features: int) -> bool:
-        """Whether a batch should be run here; compiles what it needs at first."""
-        return is_ahead(batch.num_rows, self.sizes) and self.can_run(batch, num_features)
-
-    def can_run(self, batch: TreeBatch, num_features: int) -> bool:
-        """Whether a batch may be run here; likewise."""
+        """Whether a batch can be run here, which is faster than single ops then; compiles what it needs at first."""
         return (
             num_features <= MAX_FEATURES
             and fits_kernel(batch, self.sizes, self._blocks * _WARPS)
@@ -312,7 +310,7 @@ class ResidentLayers:
 
     def _function(self, rows: int) -> CudaFunction | None:
         """The kernel for so many rows; None, with a warning, where it does not compile or load."""
-        return _function(self.sizes, -(-rows // 8), self._blocks, self._device)
+        return _function(self.sizes, _row_tiles(rows), self._blocks, self._device)
 
 
 def program_options(sizes: ResidentSizes, row_tiles: int, blocks: int) -> list[str]:
@@ -321,7 +319,9 @@ def program_options(sizes: ResidentSizes, row_tiles: int, blocks: int) -> list[s
     return ["--gpu-architecture=sm_90a", "--std=c++17", *macros]
 
 
-FILES = ("hopper.h", "decoder_layers.cu")
+FILES = (
+    "hopper.h", "layers_ring.h", "layers_products.h", "layers_attention.h", "layers_combine.h", "decoder_layers.cu",
+)  # fmt: skip
 
 
 @cache
@@ -332,6 +332,11 @@ def _function(sizes: ResidentSizes, row_tiles: int, blocks: int, device: torch.d
     except CudaProgramError as error:
         _LOG.warning("layers run by single ops, which take longer: %s", error)
         return None
+
+
+def _row_tiles(rows: int) -> int:
+    """Tiles of 8 rows."""
+    return -(-rows // 8)
 
 
 def _pair_tiles(rows_each: int, group: int) -> int:

@@ -18,6 +18,11 @@ def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -
     return on_host.to(device, non_blocking=True)
 
 
+def upload_into(into: Tensor, values: Sequence[object]) -> None:
+    """A list, or a list of equally long lists, into a tensor that is there already."""
+    into.copy_(torch.tensor(values, dtype=into.dtype, pin_memory=into.is_cuda), non_blocking=True)
+
+
 class RecurringUploads:
     """Lists of ints that come again and again, such as the slots of a round, as int64 vectors that are uploaded once.
 

@@ -4,7 +4,7 @@ A planner is built once for a source stage and a peer incarnation. It pairs buff
 splits may differ between the two sides, and joins what lies side by side on both of them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import add
@@ -23,6 +23,11 @@ class Copy(NamedTuple):
     src_address: int
     dst_address: int
     num_bytes: int
+
+
+def size_of(copies: Sequence[Copy]) -> int:
+    """Bytes of some copies in all."""
+    return copies[0].num_bytes if len(copies) == 1 else sum([copy.num_bytes for copy in copies])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,7 @@ class CopyPlanner:
         require_receivable(source, destination)
         self._source = source
         self._destination = destination
-        self._segments: dict[frozenset[BufferKind], dict[str, tuple[_Segment, ...]]] = {}
-        self._sessions: dict[frozenset[BufferKind], tuple[str, ...]] = {}
+        self._plans: dict[frozenset[BufferKind], dict[str, SessionPlan]] = {}
 
     @property
     def session_ids(self) -> tuple[str, ...]:
@@ -88,43 +92,51 @@ class CopyPlanner:
         written = {targets[buffer.key][0].session_id for buffer in self._source.buffers}
         return tuple(session_id for session_id in self._destination.session_ids if session_id in written)
 
-    def sessions(self, kinds: frozenset[BufferKind]) -> tuple[str, ...]:
-        """The sessions that get a part of the buffers of some kinds, in no special order.
+    def plans(self, kinds: frozenset[BufferKind]) -> Mapping[str, "SessionPlan"]:
+        """By session, for those that get a part of the buffers of some kinds, in no special order.
 
         Args:
             kinds: all of them have the same kind of unit (pages, or slots).
         """
-        found = self._sessions.get(kinds)
+        found = self._plans.get(kinds)
         if found is None:
-            found = self._sessions[kinds] = tuple(self._segments_of(kinds))
+            assert len({kind.unit for kind in kinds}) == 1, f"{sorted(kinds)} mix pages and slots"
+            segments = _segments(self._source, self._destination, kinds)
+            found = self._plans[kinds] = {session_id: SessionPlan(parts) for session_id, parts in segments.items()}
         return found
 
-    def plan(self, session_id: str, kinds: frozenset[BufferKind], runs: Sequence[Run]) -> list[Copy]:
-        """The copies for some units into one session.
+
+class SessionPlan:
+    """Plans the writes of some kinds of buffers into one session.
+
+    Args:
+        segments: what every unit consists of there; at least one.
+    """
+
+    def __init__(self, segments: Sequence[_Segment]) -> None:
+        self._segments = segments
+        first = segments[0]
+        # Of units that are one segment and join: most orders are a single run of these.
+        self._whole = (first.src_base, first.dst_base, first.num_bytes, first.src_units, first.dst_units)
+        self._is_whole = len(segments) == 1 and first.spans_units
+
+    def copies(self, runs: Sequence[Run]) -> list[Copy]:
+        """The copies for some units.
 
         Args:
-            session_id: one of `sessions(kinds)`.
-            kinds: which buffers to move.
             runs: of units; at least one, and no peer id twice.
 
         Raises:
             InvalidRequestError: an id of the peer that its pool does not have, or one that is repeated.
         """
-        segments = self._segments_of(kinds)[session_id]
-        if len(runs) == len(segments) == 1 and segments[0].spans_units:
-            return [_whole_copy(segments[0], runs[0])]
+        if self._is_whole and len(runs) == 1:
+            ((src, dst, length),) = runs
+            src_base, dst_base, num_bytes, src_units, dst_units = self._whole
+            if 0 <= src < src + length <= src_units and 0 <= dst <= dst_units - length:
+                return [Copy(src_base + src * num_bytes, dst_base + dst * num_bytes, num_bytes * length)]
         columns = _Columns.of(runs)
         _require_distinct(columns)
-        if len(segments) == 1:
-            return _copies(segments[0], columns)
-        return [copy for segment in segments for copy in _copies(segment, columns)]
-
-    def _segments_of(self, kinds: frozenset[BufferKind]) -> dict[str, tuple[_Segment, ...]]:
-        found = self._segments.get(kinds)
-        if found is None:
-            assert len({kind.unit for kind in kinds}) == 1, f"{sorted(kinds)} mix pages and slots"
-            found = self._segments[kinds] = _segments(self._source, self._destination, kinds)
-        return found
+        return [copy for segment in self._segments for copy in _copies(segment, columns)]
 
 
 def require_receivable(source: StageLayout, destination: WorkerLayout) -> None:
@@ -249,17 +261,6 @@ def _require_distinct(runs: _Columns) -> None:
         if end is not None and dst < end:
             raise InvalidRequestError("destination units", f"{dst} is repeated")
         end = dst + length
-
-
-def _whole_copy(segment: _Segment, run: Run) -> Copy:
-    """Of a segment that fills its units."""
-    src, dst, length = run
-    _require_range(segment, src, src + length, dst, dst + length)
-    return Copy(
-        segment.src_base + src * segment.src_stride,
-        segment.dst_base + dst * segment.dst_stride,
-        segment.num_bytes * length,
-    )
 
 
 def _copies(segment: _Segment, runs: _Columns) -> list[Copy]:

@@ -6,7 +6,7 @@ It reports writes that arrived or whose deadline passed; what else is left is it
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from graftline.errors import TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
@@ -17,6 +17,7 @@ _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 500e-6
 _PAUSE_SHARE = 1 / 32  # of the time since the start: what a write may seem longer than it was
 _LEAST_MERGED_BYTES = 8 << 20
+_MERGED_S = 50e-6  # what a batch takes at least, if that much is there: as long as the next one takes to prepare
 _EARLY_SHARE = 0.1  # of the time since the start: a write may arrive so much earlier than expected
 
 
@@ -38,14 +39,14 @@ class WriteState:
     num_handed: int = 0
     num_arrived: int = 0
     num_taken: int = 0
-    failed: list[Copy] = field(default_factory=list)
+    failed: Sequence[Copy] = ()
     ended: bool = False
 
     def renew(self) -> None:
         """What did not arrive becomes all there is to write."""
         self.copies = [*self.failed, *self.copies[self.num_handed :]]
         self.num_handed = self.num_arrived = 0
-        self.failed = []
+        self.failed = ()
 
     def failure(self, session_id: str, how: str, seconds: float) -> TransferFailedError:
         """Of the whole write; drained when the engine never had any of it."""
@@ -93,6 +94,7 @@ class Attempt:
         self._states = states
         self._start_s = self._shared_until_s = time.monotonic()
         self._current: WriteState | None = None
+        self._is_exhausted = False  # `states` has no more, and nothing of the last one is left
         self._under_way: deque[_Batch] = deque()
         self._submitted_bytes = 0
         self._next_deadline_s = float("inf")
@@ -134,7 +136,7 @@ class Attempt:
     def _fill(self) -> None:
         """Submits as many batches as may be under way."""
         config = self._config
-        while not self.broken and len(self._under_way) < config.max_in_flight:
+        while not (self._is_exhausted or self.broken) and len(self._under_way) < config.max_in_flight:
             state = self._next_state()
             if state is None:
                 return
@@ -142,27 +144,31 @@ class Attempt:
             if now_s >= state.deadline_s:
                 self._time_out(state, now_s)
             elif config.copies_per_batch == 1:
-                self._submit([self._part(state, 1)])
+                self._submit([(state, self._part(state, 1))])
             else:
                 self._submit(self._merged(state, now_s))
 
     def _next_state(self) -> WriteState | None:
         """A write that has copies left to hand over."""
-        if self._current is None:
-            self._current = next(self._states, None)
-            if self._current is not None:
-                self.begun.append(self._current)
-        return self._current
+        state, self._current = self._current, None
+        if state is None:
+            state = next(self._states, None)
+            if state is None:
+                self._is_exhausted = True
+            else:
+                self.begun.append(state)
+        return state
 
-    def _part(self, state: WriteState, most: int) -> Part:
-        """The next copies of a write; once it has none left it is no longer the current one."""
-        left = len(state.copies) - state.num_handed
-        whole = left == len(state.copies) <= most
-        part = state.copies if whole else state.copies[state.num_handed : state.num_handed + most]
-        state.num_handed += len(part)
-        if len(part) == left:
-            self._current = None
-        return state, part
+    def _part(self, state: WriteState, most: int) -> Sequence[Copy]:
+        """The next copies of a write; one that has more left stays the current one."""
+        copies, handed = state.copies, state.num_handed
+        if len(copies) - handed > most:
+            self._current = state
+            copies = copies[handed : handed + most]
+        elif handed:
+            copies = copies[handed:]
+        state.num_handed = handed + len(copies)
+        return copies
 
     def _merged(self, state: WriteState, now_s: float) -> list[Part]:
         """Copies for one batch, of several writes if they are small.
@@ -171,19 +177,46 @@ class Attempt:
         prepared while the engine copies another.
         """
         room = self._config.copies_per_batch
-        most_bytes = max(_LEAST_MERGED_BYTES, self._submitted_bytes)
+        most_bytes = max(_LEAST_MERGED_BYTES, self._submitted_bytes, _MERGED_S * self._session.rate)
         parts: list[Part] = []
         num_bytes = 0
-        following: WriteState | None = state
-        while following is not None and now_s < following.deadline_s:
-            parts.append(self._part(following, room))
-            room -= len(parts[-1][1])
-            num_bytes += following.num_bytes
+        while True:
+            part = self._part(state, room)
+            parts.append((state, part))
+            room -= len(part)
+            num_bytes += state.num_bytes
             following = self._next_state() if room and num_bytes < most_bytes else None
-        return parts
+            if following is None:
+                return parts
+            if now_s >= following.deadline_s:
+                self._current = following
+                return parts
+            state = following
+
+    def _joined(self, parts: list[Part]) -> list[Copy]:
+        """All copies of a batch; where a write goes on behind the one before it on both sides, as those of a prompt's
+        chunks do, the two meet in one copy.
+
+        None leaves its pool here. That pool's pages go into one pool of a peer, so none leaves that either; if one did,
+        the engine would not take it, and each write would be tried alone.
+        """
+        joined: list[Copy] = []
+        src = dst = num_bytes = reach = 0
+        for _, part in parts:
+            next_src, next_dst, next_bytes = part[0]
+            if next_src - src == num_bytes == next_dst - dst and next_src + next_bytes <= reach:
+                num_bytes += next_bytes
+                joined[-1] = Copy(src, dst, num_bytes)
+                part = part[1:]
+                if not part:
+                    continue
+            joined += part
+            src, dst, num_bytes = part[-1]
+            reach = self._session.reach(src)
+        return joined
 
     def _submit(self, parts: list[Part]) -> None:
-        copies = parts[0][1] if len(parts) == 1 else [copy for _, part in parts for copy in part]
+        copies = parts[0][1] if len(parts) == 1 else self._joined(parts)
         deadline_s = min([state.deadline_s for state, _ in parts])
         batch_id = self._session.submit(copies, deadline_s)
         if batch_id is None:
@@ -234,7 +267,7 @@ class Attempt:
     def _fail(self, parts: list[Part]) -> None:
         self.broken = True
         for state, part in parts:
-            state.failed += part
+            state.failed = [*state.failed, *part]
 
     def _expire(self, now_s: float) -> None:
         """Ends writes whose deadline has passed; the engine keeps batches in which nobody has an interest any more."""

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from graftline.errors import GraftlineError, InvalidRequestError, TransferFailedError
-from graftline.kv_transfer.copy_plan import Copy
+from graftline.kv_transfer.copy_plan import Copy, size_of
 from graftline.kv_transfer.mooncake_attempt import Attempt, WriteState
 from graftline.kv_transfer.mooncake_session import MAX_SPELLINGS, Session
-from graftline.kv_transfer.transport import GroupedWrite, Refused, is_taken_over
+from graftline.kv_transfer.transport import GroupedWrite, MemoryRegions, Refused, is_taken_over
 
 _QUICK_FAILURE_S = 0.5
 
@@ -17,7 +17,8 @@ class MooncakeGroup:
     """A `WriteGroup`.
 
     Args:
-        prepare: checks the sources of copies that have so many bytes in all, and cuts those that are too long.
+        regions: where copies may be read.
+        max_copy_bytes: longer copies are cut.
         enter: counts a writer and gives the peer's session, or raises because the transport is closed.
         leave: takes the count back.
         refused: see `Transport.begin`.
@@ -26,13 +27,15 @@ class MooncakeGroup:
     def __init__(
         self,
         writes: Sequence[GroupedWrite],
-        prepare: Callable[[Sequence[Copy], int], Sequence[Copy]],
+        regions: MemoryRegions,
+        max_copy_bytes: int,
         enter: Callable[[], Session],
         leave: Callable[[], None],
         refused: Refused | None = None,
     ) -> None:
         self._states = self._started(writes)
-        self._prepare = prepare
+        self._regions = regions
+        self._max_copy_bytes = max_copy_bytes
         self._enter = enter
         self._leave = leave
         self._refused = refused
@@ -114,12 +117,14 @@ class MooncakeGroup:
             copies = write.start()
             if copies is None:
                 continue
-            num_bytes = sum([copy.num_bytes for copy in copies])
+            num_bytes = size_of(copies)
             try:
-                copies = self._prepare(copies, num_bytes)
+                self._regions.require_sources(copies)
             except InvalidRequestError as error:
                 write.end(error, 0.0)
                 continue
+            if num_bytes > self._max_copy_bytes:
+                copies = _cut(copies, self._max_copy_bytes)
             if copies:
                 yield WriteState(write, copies, num_bytes, write.deadline_s)
             else:
@@ -171,6 +176,15 @@ class MooncakeGroup:
             error = state.refusal(session.session_id, second.seconds)
             if not is_taken_over(state.write, state.copies, error, self._refused):
                 state.write.end(error, second.seconds)
+
+
+def _cut(copies: Sequence[Copy], max_bytes: int) -> Sequence[Copy]:
+    """The same bytes in copies of at most `max_bytes`."""
+    return [
+        Copy(src + offset, dst + offset, min(max_bytes, num_bytes - offset))
+        for src, dst, num_bytes in copies
+        for offset in range(0, num_bytes, max_bytes)
+    ]
 
 
 class LoneWrite:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from graftline.errors import TransferFailedError
 from graftline.kv_transfer.copy_plan import Copy
 from graftline.kv_transfer.mooncake_engine import Engine, MooncakeConfig
+from graftline.kv_transfer.transport import MemoryRegions
 
 UNDER_WAY = 0
 DONE = 1
@@ -44,6 +45,7 @@ class Session:
 
     Args:
         opening: held during a first contact, which peers make one after another.
+        regions: what is registered here.
         spelling: see `target`.
 
     Attributes:
@@ -55,10 +57,17 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, config: MooncakeConfig, session_id: str, opening: threading.Lock, spelling: int = 0
+        self,
+        engine: Engine,
+        config: MooncakeConfig,
+        session_id: str,
+        opening: threading.Lock,
+        regions: MemoryRegions,
+        spelling: int = 0,
     ) -> None:
         self.engine = engine
         self.config = config
+        self._regions = regions
         self.session_id = session_id
         self.turn = threading.Lock()
         self.abandoned: list[int] = []
@@ -129,6 +138,10 @@ class Session:
         if code != 0:
             raise TransferFailedError(f"{self.session_id} cannot be reached ({code})", drained=True)
         self._reachable = True
+
+    def reach(self, src_address: int) -> int:
+        """Where a copy from there must end at the latest."""
+        return min(self._regions.end_of(src_address), src_address + self.config.max_copy_bytes)
 
     def submit(self, copies: Sequence[Copy], deadline_s: float) -> int | None:
         """Hands copies to the engine; their batch, None when the engine did not take them."""

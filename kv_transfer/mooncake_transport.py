@@ -80,7 +80,8 @@ class MooncakeTransport:
 
     def begin(self, session_id: str, writes: Sequence[GroupedWrite], refused: Refused | None = None) -> MooncakeGroup:
         """See `Transport`. A group has one turn."""
-        return MooncakeGroup(writes, self._prepare, lambda: self._enter(session_id), self._leave, refused)
+        most_bytes = self._config.max_copy_bytes
+        return MooncakeGroup(writes, self._regions, most_bytes, lambda: self._enter(session_id), self._leave, refused)
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""
@@ -114,16 +115,6 @@ class MooncakeTransport:
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def _prepare(self, copies: Sequence[Copy], num_bytes: int) -> Sequence[Copy]:
-        """Checks copies, that have so many bytes in all, and cuts those that are too long.
-
-        Raises:
-            InvalidRequestError: a source that is not registered.
-        """
-        self._regions.require_sources(copies)
-        most_bytes = self._config.max_copy_bytes
-        return copies if num_bytes <= most_bytes else _cut(copies, most_bytes)
-
     def _enter(self, session_id: str) -> Session:
         """Counts a writer.
 
@@ -138,7 +129,7 @@ class MooncakeTransport:
             if session is None:
                 _require_session_id(session_id)
                 spelling = self._spellings.get(session_id, 0)
-                session = Session(self._engine, self._config, session_id, self._opening, spelling)
+                session = Session(self._engine, self._config, session_id, self._opening, self._regions, spelling)
                 self._sessions[session_id] = session
             self._writers += 1
             return session
@@ -148,15 +139,6 @@ class MooncakeTransport:
             self._writers -= 1
             if self._closed:
                 self._idle.notify_all()
-
-
-def _cut(copies: Sequence[Copy], max_bytes: int) -> Sequence[Copy]:
-    """The same bytes in copies of at most `max_bytes`."""
-    return [
-        Copy(src + offset, dst + offset, min(max_bytes, num_bytes - offset))
-        for src, dst, num_bytes in copies
-        for offset in range(0, num_bytes, max_bytes)
-    ]
 
 
 def _require_session_id(session_id: str) -> None:

@@ -51,10 +51,6 @@ class TransferJob:
     done: Callable[[TransferOutcome], None]
     ready: Callable[[float], bool] | None = None
 
-    def build_copies(self) -> Sequence[Copy]:
-        """The copies, built now if need be."""
-        return self.copies() if callable(self.copies) else self.copies
-
 
 class Gather:
     """A `done` for several jobs that belong together: passes one outcome on when the last of them has ended.

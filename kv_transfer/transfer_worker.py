@@ -8,7 +8,7 @@ GPU, so whoever submits to an idle session begins the group, and sees it through
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -21,7 +21,7 @@ from graftline.errors import (
     PeerUnavailableError,
     TransferFailedError,
 )
-from graftline.kv_transfer.copy_plan import Copy
+from graftline.kv_transfer.copy_plan import Copy, size_of
 from graftline.kv_transfer.transfer_job import TransferJob, TransferOutcome
 from graftline.kv_transfer.transport import Transport, WriteGroup
 
@@ -47,18 +47,42 @@ class _Run:
         self.dropped = False
 
     def start(self) -> Sequence[Copy] | None:
-        """See `GroupedWrite`."""
-        return self._worker._start(self)
+        """See `GroupedWrite`: None when the job was dropped, or has failed."""
+        with self._worker._lock:
+            if self.dropped:
+                return None
+            self.started = True
+        copies = self.job.copies
+        error: GraftlineError
+        try:
+            if time.monotonic() >= self.deadline_s:
+                raise _too_late()
+            self.copies = copies() if callable(copies) else copies
+            return self.copies
+        except GraftlineError as refusal:
+            error = refusal
+        except Exception as fault:
+            _LOG.exception("a transfer could not be planned")
+            error = InternalError(f"planning a transfer: {fault!r}")
+        self.end_with(TransferOutcome(error, drained=True))
+        return None
 
     def end(self, error: GraftlineError | None, seconds: float) -> None:
         """See `GroupedWrite`."""
         if error is None:
-            num_bytes = sum([copy.num_bytes for copy in self.copies])
-            outcome = TransferOutcome(None, True, num_bytes, seconds)
+            self._worker._finish(self.job, TransferOutcome(None, True, size_of(self.copies), seconds), self)
         else:
             drained = not isinstance(error, TransferFailedError) or error.drained
-            outcome = TransferOutcome(error, drained, seconds=seconds)
-        self._worker._end(self, outcome)
+            self.end_with(TransferOutcome(error, drained, seconds=seconds))
+
+    def end_with(self, outcome: TransferOutcome) -> None:
+        """Reports the job, unless it was dropped: that is reported by who did it."""
+        if not self.started:
+            with self._worker._lock:
+                if self.dropped:
+                    return
+                self.started = True
+        self._worker._finish(self.job, outcome, self)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +144,7 @@ class TransferWorker:
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)  # signalled when a job or a lane ends
         self._lanes: dict[str, _Lane] = {}
-        self._open: dict[Hashable, int] = {}  # jobs of an owner whose end was not reported yet
+        self._open: defaultdict[Hashable, int] = defaultdict(int)  # jobs of an owner whose end was not reported yet
         self._watches: dict[Hashable, list[_Watch]] = {}
         self._closed = False
 
@@ -156,13 +180,10 @@ class TransferWorker:
         with self._lock:
             if self._closed:
                 raise PeerUnavailableError("the transfer worker is closed")
-            lanes = self._enqueue(jobs)
-            for job in jobs:
-                self._open[job.owner] = self._open.get(job.owner, 0) + 1
             claimed = []
-            for lane in dict.fromkeys(lanes):
-                if may_begin and not (lane.driven or lane.running) and len(lane.jobs) == lanes.count(lane):
-                    self._take_turn(lane, len(lane.jobs))
+            for lane, count in self._enqueue(jobs).items():
+                if may_begin and len(lane.jobs) == count and not (lane.driven or lane.running):
+                    self._take_turn(lane, count)
                     claimed.append(lane)
                 else:
                     lane.work.notify()
@@ -212,26 +233,24 @@ class TransferWorker:
 
     # --- queues --------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, jobs: Sequence[TransferJob]) -> list[_Lane]:
-        """Puts each job into its lane; on a refusal takes back what it has put."""
-        lanes: list[_Lane] = []
+    def _enqueue(self, jobs: Sequence[TransferJob]) -> dict[_Lane, int]:
+        """Puts each job into its lane, and says how many each got; on a refusal takes back what it has put."""
+        counts: dict[_Lane, int] = {}
         try:
             for job in jobs:
-                lanes.append(self._lane_for(job))
-                lanes[-1].jobs.append(job)
+                lane = self._lanes.get(job.session_id) or self._new_lane(job.session_id)
+                if len(lane.jobs) >= self._max_queued_jobs:
+                    raise OutOfCapacityError(f"{len(lane.jobs)} transfers wait for {job.session_id}")
+                lane.jobs.append(job)
+                counts[lane] = counts.get(lane, 0) + 1
         except OutOfCapacityError:
-            for lane in lanes:
-                lane.jobs.pop()
+            for lane, count in counts.items():
+                for _ in range(count):
+                    lane.jobs.pop()
             raise
-        return lanes
-
-    def _lane_for(self, job: TransferJob) -> _Lane:
-        lane = self._lanes.get(job.session_id)
-        if lane is None:
-            return self._new_lane(job.session_id)
-        if len(lane.jobs) >= self._max_queued_jobs:
-            raise OutOfCapacityError(f"{len(lane.jobs)} transfers wait for {job.session_id}")
-        return lane
+        for job in jobs:
+            self._open[job.owner] += 1
+        return counts
 
     def _new_lane(self, session_id: str) -> _Lane:
         if len(self._lanes) >= self._max_peers:
@@ -276,17 +295,18 @@ class TransferWorker:
             job.done(outcome)
         except Exception:
             _LOG.exception("a transfer's done callback failed")
+        owner = job.owner
         with self._lock:
             if run is not None:
                 run.lane.running.remove(run)
-            watches = self._watches.get(job.owner, ())
+            watches = self._watches.get(owner, ())
             for watch in watches:
                 watch.drained &= outcome.drained
-            left = self._open.pop(job.owner) - 1
-            if left:
-                self._open[job.owner] = left
+            if self._open[owner] > 1:
+                self._open[owner] -= 1
                 return
-            self._watches.pop(job.owner, None)
+            del self._open[owner]
+            self._watches.pop(owner, None)
             if not self._open:
                 self._quiet.notify_all()
         for watch in watches:
@@ -299,35 +319,6 @@ class TransferWorker:
         lane.running += [_Run(self, lane, lane.jobs.popleft()) for _ in range(count)]
         lane.driven = True
 
-    def _start(self, run: _Run) -> Sequence[Copy] | None:
-        """A job's copies, now that they are to be written; None when it was dropped, or has failed."""
-        with self._lock:
-            if run.dropped:
-                return None
-            run.started = True
-        job = run.job
-        try:
-            if time.monotonic() >= job.deadline_s:
-                raise _too_late()
-            run.copies = job.build_copies()
-        except GraftlineError as error:
-            self._end(run, TransferOutcome(error, drained=True))
-            return None
-        except Exception as error:
-            _LOG.exception("a transfer could not be planned")
-            self._end(run, TransferOutcome(InternalError(f"planning a transfer: {error!r}"), drained=True))
-            return None
-        return run.copies
-
-    def _end(self, run: _Run, outcome: TransferOutcome) -> None:
-        """Reports a job whose turn had come, unless it was dropped: that is reported by who did it."""
-        if not run.started:
-            with self._lock:
-                if run.dropped:
-                    return
-                run.started = True
-        self._finish(run.job, outcome, run)
-
     def _break(self, lane: _Lane, error: Exception) -> None:
         """The transport broke: what it had begun has failed, what it had not is written by another group."""
         _LOG.error("a transport broke", exc_info=error)
@@ -339,7 +330,7 @@ class TransferWorker:
                 lane.running.remove(run)
             lane.jobs.extendleft(run.job for run in reversed(waiting))
         for run in begun:
-            self._end(run, TransferOutcome(InternalError(f"writing: {error!r}"), drained=not run.started))
+            run.end_with(TransferOutcome(InternalError(f"writing: {error!r}"), drained=not run.started))
 
     # --- the submitter's thread ----------------------------------------------------------------------------------
 
@@ -428,14 +419,14 @@ class TransferWorker:
         while not run.dropped:
             left_s = job.deadline_s - time.monotonic()
             if left_s <= 0:
-                self._end(run, TransferOutcome(_too_late(), drained=True))
+                run.end_with(TransferOutcome(_too_late(), drained=True))
                 return False
             try:
                 if job.ready is None or job.ready(min(_READY_SLICE_S, left_s)):
                     return True
             except Exception as error:
                 _LOG.exception("a transfer could not wait for its data")
-                self._end(run, TransferOutcome(InternalError(f"waiting for data: {error!r}"), drained=True))
+                run.end_with(TransferOutcome(InternalError(f"waiting for data: {error!r}"), drained=True))
                 return False
         return False
 

@@ -175,26 +175,27 @@ class MemoryRegions:
         index = bisect_right(starts, address) - 1
         return index >= 0 and num_bytes > 0 and address + num_bytes <= ends[index]
 
+    def end_of(self, address: int) -> int:
+        """Where the region ends in which an address lies, 0 when it lies in none."""
+        starts, ends = self._bounds
+        index = bisect_right(starts, address) - 1
+        return ends[index] if index >= 0 and address < ends[index] else 0
+
     def require_sources(self, copies: Sequence[Copy]) -> None:
         """Passes when every copy reads registered memory only.
 
         Raises:
             InvalidRequestError: names the first offender.
         """
-        if self._one_holds(copies):
+        if len(copies) > 1 and self._one_holds(copies):
             return
-        for copy in copies:
-            if not self.contains(copy.src_address, copy.num_bytes):
-                place = f"[{copy.src_address:#x}, +{copy.num_bytes})"
+        for address, _, num_bytes in copies:
+            if not self.contains(address, num_bytes):
+                place = f"[{address:#x}, +{num_bytes})"
                 raise InvalidRequestError("copy source", f"{place} is not in a registered region")
 
     def _one_holds(self, copies: Sequence[Copy]) -> bool:
         """Whether one region holds everything from the first to the last byte: for many copies the quick answer."""
-        if len(copies) == 1:
-            ((address, _, num_bytes),) = copies
-            return self.contains(address, num_bytes)
-        if not copies:
-            return False
         addresses, _, sizes = zip(*copies, strict=True)
         if min(sizes) <= 0:
             return False

@@ -64,7 +64,7 @@ static Block emulated_blocks[MAX_BLOCKS];
 static Coroutine emulated_threads[MAX_BLOCKS * MAX_THREADS];
 static Coroutine *running;
 static ucontext_t scheduler;
-static int emulated_num_blocks, emulated_num_threads;
+static int emulated_num_threads;
 static u64 idle_turns;
 
 static void yield(void) {
@@ -89,7 +89,6 @@ static void meet_in(Meeting *meeting, int threads) {
 DEVICE unsigned char *shared_base(void) { return emulated_blocks[running->block].shared; }
 DEVICE int thread_id(void) { return running->thread; }
 DEVICE int block_id(void) { return running->block; }
-DEVICE int num_blocks(void) { return emulated_num_blocks; }
 DEVICE void block_sync(void) { meet_in(&emulated_blocks[running->block].block, emulated_num_threads); }
 DEVICE void part_sync(int threads) { meet_in(&emulated_blocks[running->block].part, threads); }
 
@@ -131,6 +130,7 @@ DEVICE uint4 load_constant_16(const void *from) { return *(const uint4 *)from; }
 DEVICE uint4 load_shared_16(const void *from) { return *(const uint4 *)from; }
 
 static float half_of(u64 word, int high) { return as_float(high ? (u32)word & 0xffff0000u : (u32)word << 16); }
+DEVICE u32 multiply_bf16(u32 a, u32 b) { return pack_bf16(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
 
 DEVICE void multiply_add(float *acc, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     WarpExchange *warp = my_warp();
@@ -176,14 +176,15 @@ static void signal_settle(Signal *signal) {
 DEVICE void signal_init(u64 *place, int arrivals) {
     *(Signal *)place = (Signal){(int8_t)arrivals, (int8_t)arrivals, 0, 0, 0};
 }
-DEVICE void signal_arrive(u64 *place) {
+DEVICE void signal_arrive(u64 *place, int arrivals) {
     Signal *signal = (Signal *)place;
-    if (--signal->missing < 0) abort();
+    signal->missing -= (int8_t)arrivals;
+    if (signal->missing < 0) abort();
     signal_settle(signal);
 }
 DEVICE void signal_expect(u64 *place, int bytes) {
     ((Signal *)place)->bytes += bytes;
-    signal_arrive(place);
+    signal_arrive(place, 1);
 }
 DEVICE void signals_ready(void) {}
 DEVICE void signal_wait(u64 *place, int parity) {
@@ -214,9 +215,11 @@ DEVICE void copy_box_5(void *to, const TileMap *map, int a, int b, int c, int d,
 DEVICE void copy_box_3(void *to, const TileMap *map, int a, int b, int c, u64 *place, u64 policy) {
     copy_box_5(to, map, a, b, c, 0, 0, place, policy);
 }
-DEVICE void meet(u32 *counter, u32 goal) {
+DEVICE void arrive(u32 *counter) {
     ++*counter;
     idle_turns = 0;
+}
+DEVICE void await(const u32 *counter, u32 goal) {
     while (*counter < goal) yield();
 }
 
@@ -231,7 +234,6 @@ static void emulated_start(void) {
 static void emulate(void (*body)(void), int blocks, int threads) {
     if (blocks > MAX_BLOCKS || threads > MAX_THREADS) abort();
     emulated_body = body;
-    emulated_num_blocks = blocks;
     emulated_num_threads = threads;
     idle_turns = 0;
     int alive = blocks * threads;

@@ -28,7 +28,6 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 DEVICE unsigned char *shared_base(void) { return shared_memory; }
 DEVICE int thread_id(void) { return threadIdx.x; }
 DEVICE int block_id(void) { return blockIdx.x; }
-DEVICE int num_blocks(void) { return gridDim.x; }
 
 DEVICE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -54,6 +53,13 @@ DEVICE u32 pack_bf16(float low, float high) {
     return packed;
 }
 
+// Two products, each rounded to bfloat16.
+DEVICE u32 multiply_bf16(u32 a, u32 b) {
+    u32 result;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
 // Reads of what other blocks wrote during this kernel: from L2, never from this processor's own cache.
 DEVICE uint4 load_fresh_16(const void *from) { return __ldcg((const uint4 *)from); }
 DEVICE float load_fresh_float(const float *from) { return __ldcg(from); }
@@ -64,8 +70,7 @@ DEVICE uint4 load_shared_16(const void *from) { return *(const uint4 *)from; }
 
 // acc[16, 8] += a[16, 16] * b[16, 8] in the register layout of mma.m16n8k16.
 DEVICE void multiply_add(float *acc, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -82,8 +87,10 @@ DEVICE uint4 load_matrices_transposed(const void *row) {
 DEVICE void signal_init(u64 *signal, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(signal)), "r"(arrivals) : "memory");
 }
-DEVICE void signal_arrive(u64 *signal) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(signal)) : "memory");
+DEVICE void signal_arrive(u64 *signal, int arrivals) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(shared_address(signal)),
+                 "r"(arrivals)
+                 : "memory");
 }
 // One arrival, and so many bytes that copies will bring.
 DEVICE void signal_expect(u64 *signal, int bytes) {
@@ -123,11 +130,14 @@ DEVICE void copy_box_5(void *to, const TileMap *map, int a, int b, int c, int d,
         : "memory");
 }
 
-// Counts this block as arrived and waits until `goal` blocks are counted. Its threads have met before and meet again behind
-// it: what they wrote is released with the one thread's fence, and a sequentially consistent one would cost more.
-DEVICE void meet(u32 *counter, u32 goal) {
-    u32 seen;
+// Counts this block as arrived. Its threads have met before: what they wrote is released with the one thread's fence, and a
+// sequentially consistent one would cost more.
+DEVICE void arrive(u32 *counter) {
     asm volatile("fence.acq_rel.gpu;\n red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+// Waits until `goal` blocks are counted; what they wrote before is then seen.
+DEVICE void await(const u32 *counter, u32 goal) {
+    u32 seen;
     do {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     } while (seen < goal);

@@ -72,13 +72,13 @@ def test_a_token_that_is_there_does_not_wait_until_its_tree_is_launched(
     finish, grow = PromptEnd.finish, Drafter.grow_unseen
 
     def spied_finish(self: PromptEnd, *arguments: Any) -> None:
-        *others, emit = arguments
+        *others, emit, extend = arguments
 
         def told(message: StepTokens | StepResult) -> None:
             happened.append(type(message).__name__)
             emit(message)
 
-        finish(self, *others, told)
+        finish(self, *others, told, extend)
 
     def spied_grow(self: Drafter, *arguments: Any) -> Tensor:
         happened.append("grow")
@@ -90,7 +90,7 @@ def test_a_token_that_is_there_does_not_wait_until_its_tree_is_launched(
     with local_pair(world.plain.path, world.eagle, prefill={"launch_drafts_early": True}) as pair:
         happened.clear()  # of warm-ups, on a GPU
         answer = pair.generate(prompt(7), 5)
-    assert happened == expected
+    assert happened[: len(expected)] == expected  # on a GPU, trees of the decode's rounds follow
     assert answer.ids == world.plain.answer(prompt(7), 5)
 
 

@@ -147,3 +147,36 @@ def test_steps_are_captured_of_dense_models_on_a_gpu(tmp_path: Path) -> None:
     assert not captures_prompts(config, dense, AttentionBackend.TORCH)
     for change in ({"role": Role.DECODE}, {"cuda_graphs": False}, {"devices": ("cpu",)}):
         assert not captures_prompts(msgspec.structs.replace(config, **change), dense, AttentionBackend.TRITON)
+
+
+class Rows:
+    """Stands for a drafter: answers with what tells its rows' features and next tokens apart."""
+
+    feature_layers = (3, 5)
+
+    def __init__(self) -> None:
+        self.batches: list[RowBatch] = []
+
+    def extend(self, features: Tensor, next_tokens: Tensor, batch: RowBatch) -> Tensor:
+        self.batches.append(batch)
+        return torch.cat((features, next_tokens.unsqueeze(1).float()), dim=1)
+
+
+def test_a_drafter_s_rows_follow() -> None:
+    pool = KvPool(KvGeometry(1, PAGE, 1, 8, torch.float32), 10, layers=(0,))
+    rows = Rows()
+    steps = PromptGraphs(Layers(), pool, (3, 5), 2, torch.float32, 6, CPU, drafter=rows)  # type: ignore[arg-type]
+    steps.capture([(16, 2), (32, 2)])
+    assert steps.extends
+    hidden = torch.arange(16, dtype=torch.float32).view(8, 2)
+    for _ in range(2):  # nothing is left of the first
+        rows.batches.clear()
+        _, features = steps.run(hidden, SEGMENTS)
+        columns = [features[5], features[3]]
+        outputs = steps.extend(columns, [9] * 8, torch.tensor([2, 7]), torch.tensor([40, 41]))
+        assert outputs[:, :4].equal(torch.cat(columns, dim=1))
+        assert outputs[:, 4].tolist() == [9, 9, 40, 9, 9, 9, 9, 41]
+        (batch,) = rows.batches
+        assert batch.num_rows == 16
+        hidden = hidden + 1
+    assert not graphs(Layers()).extends

@@ -54,7 +54,7 @@ def layout(stage: int, session: str, pool: StatePool) -> StageLayout:
 def test_one_slot_is_one_copy_between_equal_stages() -> None:
     ours, theirs = StatePool(geometry(0, 1, 2), 4), StatePool(geometry(0, 1, 2), 9)
     planner = CopyPlanner(layout(0, "here", ours), WorkerLayout((layout(0, "there", theirs),)))
-    (copy,) = planner.plan("there", STATE_KINDS, [(2, 7, 1)])
+    (copy,) = planner.plans(STATE_KINDS)["there"].copies([(2, 7, 1)])
     assert copy.num_bytes == ours.geometry.slot_bytes
     assert copy.src_address == ours.data[2].data_ptr()
     assert copy.dst_address == theirs.data[7].data_ptr()
@@ -66,7 +66,7 @@ def test_layers_find_their_stage_by_key() -> None:
     theirs = [StatePool(geometry(0), 4), StatePool(geometry(1, 2), 4)]
     peer = WorkerLayout(tuple(layout(stage, f"s{stage}", pool) for stage, pool in enumerate(theirs)))
     planner = CopyPlanner(layout(0, "here", ours), peer)
-    copies = {name: planner.plan(name, STATE_KINDS, [(1, 3, 1)]) for name in planner.sessions(STATE_KINDS)}
+    copies = {name: plan.copies([(1, 3, 1)]) for name, plan in planner.plans(STATE_KINDS).items()}
     layer_bytes = ours.geometry.window_bytes + ours.geometry.state_bytes
     assert {name: [copy.num_bytes for copy in found] for name, found in copies.items()} == {
         "s0": [layer_bytes],

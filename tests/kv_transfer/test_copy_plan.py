@@ -28,7 +28,7 @@ def move(source: Pools, destination: Pools, kinds: frozenset[BufferKind], units:
     num_copies, runs = 0, page_runs(*zip(*units, strict=True))
     for stage in source.layout.stages:
         planner = CopyPlanner(stage, destination.layout)
-        for copies in [planner.plan(session_id, kinds, runs) for session_id in planner.sessions(kinds)]:
+        for copies in [plan.copies(runs) for plan in planner.plans(kinds).values()]:
             for copy in copies:
                 ctypes.memmove(copy.dst_address, copy.src_address, copy.num_bytes)
             num_copies += len(copies)
@@ -124,7 +124,7 @@ def test_two_stages_to_one_write_their_own_layers_only() -> None:
     source, destination = page_major(split(keys, [6]), seed=1), page_major([keys], seed=2)
     before = destination.unit(keys[7], 5).copy()
     planner = CopyPlanner(source.layout.stages[0], destination.layout)
-    for copy in planner.plan("session-0", KV, [(2, 5, 1)]):
+    for copy in planner.plans(KV)["session-0"].copies([(2, 5, 1)]):
         ctypes.memmove(copy.dst_address, copy.src_address, copy.num_bytes)
     np.testing.assert_array_equal(destination.unit(keys[5], 5), source.unit(keys[5], 2))
     np.testing.assert_array_equal(destination.unit(keys[7], 5), before)
@@ -135,8 +135,8 @@ def test_only_sessions_that_get_something_are_planned() -> None:
     source, destination = page_major(split(keys, [2])), page_major(split(keys, [2, 6]))
     planners = [CopyPlanner(stage, destination.layout) for stage in source.layout.stages]
     assert [planner.session_ids for planner in planners] == [("session-0",), ("session-1", "session-2")]
-    assert [planner.sessions(KV) for planner in planners] == [("session-0",), ("session-1", "session-2")]
-    assert planners[0].sessions(frozenset({BufferKind.DRAFT_K})) == ()
+    assert [set(planner.plans(KV)) for planner in planners] == [{"session-0"}, {"session-1", "session-2"}]
+    assert not planners[0].plans(frozenset({BufferKind.DRAFT_K}))
 
 
 def test_slots_move_apart_from_pages() -> None:
@@ -153,15 +153,15 @@ def test_unit_ids_of_the_peer_are_checked_and_ours_asserted() -> None:
     planner = CopyPlanner(source.layout.stages[0], destination.layout)
     for bad in (-1, 4, 1 << 40):
         with pytest.raises(InvalidRequestError, match="destination units"):
-            planner.plan("session-0", KV, [(0, 0, 1), (1, bad, 1)])
+            planner.plans(KV)["session-0"].copies([(0, 0, 1), (1, bad, 1)])
     for repeated in ([(0, 2, 1), (1, 2, 1)], [(0, 1, 2), (4, 2, 1)], [(4, 3, 1), (0, 0, 4)]):
         with pytest.raises(InvalidRequestError, match="repeat"):
-            planner.plan("session-0", KV, repeated)
+            planner.plans(KV)["session-0"].copies(repeated)
     with pytest.raises(InvalidRequestError, match="destination units"):
-        planner.plan("session-0", KV, [(0, 2, 3)])
+        planner.plans(KV)["session-0"].copies([(0, 2, 3)])
     for ours in ([(8, 0, 1)], [(6, 0, 3)], [(0, 0, 0)], [(0, 0, 1), (1, 1, 0)]):
         with pytest.raises(AssertionError, match=r"source unit|without units"):
-            planner.plan("session-0", KV, ours)
+            planner.plans(KV)["session-0"].copies(ours)
 
 
 def layout(*buffers: tuple[BufferKey, str, int]) -> WorkerLayout:

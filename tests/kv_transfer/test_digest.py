@@ -36,7 +36,7 @@ def handed_over() -> tuple[Pools, Pools]:
     for stage in source.layout.stages:
         planner = CopyPlanner(stage, destination.layout)
         wanted = [(PAGE_KINDS, [(4, 1, 1), (0, 3, 1), (2, 0, 1)]), (SLOT_KINDS, [(5, 2, 1)])]
-        plans = [planner.plan(to, kinds, runs) for kinds, runs in wanted for to in planner.sessions(kinds)]
+        plans = [plan.copies(runs) for kinds, runs in wanted for plan in planner.plans(kinds).values()]
         for copy in (copy for copies in plans for copy in copies):
             ctypes.memmove(copy.dst_address, copy.src_address, copy.num_bytes)
     return source, destination

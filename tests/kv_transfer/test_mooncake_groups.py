@@ -115,6 +115,85 @@ def test_batches_grow_with_what_was_submitted(engine: ScriptedEngine) -> None:
     assert group.order == list(range(8))
 
 
+def neighbours(count: int, num_bytes: int, src: int = BASE, dst: int = TARGET) -> Group:
+    """Writes of one copy each that follow each other on both sides, as those of a prompt's chunks do."""
+    group = Group(count)
+    for number, write in enumerate(group.writes):
+        write.copies = [Copy(src + number * num_bytes, dst + number * num_bytes, num_bytes)]
+    return group
+
+
+def test_writes_that_follow_each_other_on_both_sides_meet_in_one_copy(engine: ScriptedEngine) -> None:
+    transport, group = opened(engine), neighbours(5, MIB)
+    apart = group[2].copies = [Copy(BASE + 2 * MIB, TARGET + 2 * MIB, 16), Copy(BASE + 2 * MIB + 32, TARGET, MIB - 32)]
+    assert transport.begin(PEER, group.writes).advance(NEVER_S)
+    assert engine.arrived[1:] == [
+        (BASE, TARGET, 2 * MIB + 16),  # writes 0 and 1, and what write 2 begins with
+        apart[1],
+        (BASE + 3 * MIB, TARGET + 3 * MIB, 2 * MIB),
+    ]
+    assert len(engine.calls) == 1
+    assert group.order == [0, 1, 2, 3, 4]
+    assert not group.failed
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_writes_that_follow_each_other_on_one_side_only_stay_apart(engine: ScriptedEngine, side: str) -> None:
+    transport, group = opened(engine), neighbours(2, MIB)
+    source, target = (32, 0) if side == "destination" else (0, 32)
+    group[1].copies = [Copy(BASE + MIB + source, TARGET + MIB + target, 16)]
+    assert transport.begin(PEER, group.writes).advance(NEVER_S)
+    assert engine.arrived[1:] == [(BASE, TARGET, MIB), *(group[1].copies or ())]
+
+
+def test_no_copy_leaves_its_pool_or_is_longer_than_allowed(engine: ScriptedEngine) -> None:
+    """A pool may lie right behind another one, here and at the peer: no engine takes a copy out of two."""
+    transport = opened(engine)
+    end = BASE + (1 << 42)
+    transport.register(end, 4 * MIB)
+    group = neighbours(4, MIB, src=end - 2 * MIB)
+    assert transport.begin(PEER, group.writes).advance(NEVER_S)
+    assert engine.arrived[1:] == [(end - 2 * MIB, TARGET, 2 * MIB), (end, TARGET + 2 * MIB, 2 * MIB)]
+    engine.calls.clear()
+    transport.begin(PEER, neighbours(3, 1 << 29).writes).finish()
+    transport.begin(PEER, neighbours(8, 1 << 28).writes).finish()
+    assert max(num_bytes for _, _, num_bytes in engine.arrived) == 1 << 30
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_writes_that_met_in_one_copy_are_tried_alone(engine: ScriptedEngine, taken: bool) -> None:
+    transport, group = opened(engine), neighbours(4, MIB)
+    bad = group[2].address
+
+    def is_bad(copies: list[tuple[int, int, int]]) -> bool:
+        return any(address <= bad < address + num_bytes for address, _, num_bytes in copies)
+
+    if taken:
+        engine.status = lambda target, address, looks: (
+            -1 if any(is_bad(copies) and copies[0][0] == address for _, copies in engine.under_way.values()) else 1
+        )
+    else:
+        engine.refuses = lambda target, copies: is_bad(copies)
+    transport.begin(PEER, group.writes).finish()
+    assert group.failed == {2: not taken}
+    assert group.order == [0, 1, 2, 3]
+    assert engine.arrived[1:] == [
+        tuple(copy) for write in (group[0], group[1], group[3]) for copy in write.copies or ()
+    ]
+
+
+def test_a_batch_takes_as_long_as_the_next_one_to_prepare(engine: ScriptedEngine) -> None:
+    """By the rate of late: a way that is fast gets more at once, since every call costs the same."""
+    transport = opened(engine)
+    began_s = time.monotonic()
+    engine.status = lambda target, address, looks: int(time.monotonic() >= began_s + 0.002)
+    transport.begin(PEER, Group(1, 8 << 30).writes).finish()  # up to 4 TB/s
+    engine.calls.clear()
+    assert transport.begin(PEER, Group(8, 16 * MIB).writes).advance(NEVER_S)
+    assert len(engine.calls[0]) > 1
+    assert sum(len(call) for call in engine.calls) == 8
+
+
 def test_a_write_is_spread_over_batches_that_it_does_not_fit_in(engine: ScriptedEngine) -> None:
     group = Group(3, 16, copies_each=5)
     opened(engine, copies_per_batch=4).begin(PEER, group.writes).finish()

@@ -20,6 +20,12 @@ def test_a_copy_must_lie_inside_one_region() -> None:
     assert not any(made.contains(*span) for span in outside)
 
 
+def test_a_region_ends_where_another_one_may_begin() -> None:
+    made = regions((200, 100), (100, 100), (400, 1))
+    assert [made.end_of(address) for address in (100, 199, 200, 299, 400)] == [200, 200, 300, 300, 401]
+    assert [made.end_of(address) for address in (0, 99, 300, 399, 401)] == [0] * 5
+
+
 @pytest.mark.parametrize("span", [(100, 1), (50, 51), (199, 1), (50, 400), (0, 8), (-8, 8), (300, 0)])
 def test_impossible_and_overlapping_regions_are_refused(span: tuple[int, int]) -> None:
     made = regions((100, 100))

@@ -138,16 +138,20 @@ class StagePort:
     def send(self, sendings: Sequence[Sending]) -> None:
         """See `TransferPort`."""
         deadline_s = time.monotonic() + self._order_timeout_s
-        found = [(sending, self._jobs(sending, deadline_s)) for sending in sendings]
-        together = [job for _, jobs in found for job in jobs]
+        together: list[TransferJob] = []
+        waiting: list[Sending] = []
+        for sending in sendings:
+            if jobs := self._jobs(sending, deadline_s):
+                together += jobs
+                waiting.append(sending)
         try:
             if together and self._worker is not None:
                 self._worker.submit(*together)
         except GraftlineError as error:
-            if len(sendings) == 1:
-                self._refuse(sendings[0], error)
+            if len(waiting) == 1:
+                self._refuse(waiting[0], error)
             else:  # some may fit
-                for sending in [sending for sending, jobs in found if jobs]:
+                for sending in waiting:
                     self.send([sending])
 
     def _jobs(self, sending: Sending, deadline_s: float) -> list[TransferJob]:
@@ -157,31 +161,34 @@ class StagePort:
         if refused is not None or planner is None:
             self._refuse(sending, refused or InvalidRequestError("peer", f"{order.peer} is not paired"))
             return []
-        kinds = _KINDS[order.pool]
-        sessions = planner.sessions(kinds) if order.runs else ()
-        if not sessions:  # a stage without layers of this kind
-            sending.done(self._answer(order, TransferOutcome(None, drained=True)))
+        plans = planner.plans(_KINDS[order.pool]) if order.runs else {}
+        if not plans:  # a stage without layers of this kind
+            self._end(sending, TransferOutcome(None, drained=True))
             return []
         done: Callable[[TransferOutcome], None] = partial(self._end, sending)
-        if len(sessions) > 1:
-            done = Gather(len(sessions), done)
+        if len(plans) > 1:
+            done = Gather(len(plans), done)
         return [
-            TransferJob(
-                order.owner,
-                session_id,
-                partial(planner.plan, session_id, kinds, order.runs),
-                deadline_s,
-                done,
-                sending.ready,
-            )
-            for session_id in sessions
+            TransferJob(order.owner, session_id, partial(plan.copies, order.runs), deadline_s, done, sending.ready)
+            for session_id, plan in plans.items()
         ]
 
     def _refuse(self, sending: Sending, error: GraftlineError) -> None:
         self._end(sending, TransferOutcome(error, drained=True))
 
     def _end(self, sending: Sending, outcome: TransferOutcome) -> None:
-        sending.done(self._answer(sending.order, outcome))
+        order, error = sending.order, outcome.error
+        sending.done(
+            SendDone(
+                order.order,
+                self._stage,
+                outcome.num_bytes,
+                outcome.seconds,
+                error="" if error is None else str(error) or type(error).__name__,
+                drained=outcome.drained,
+                digest=self._digest_of(order) if self._kv_digest and error is None else b"",
+            )
+        )
 
     def cancel(self, owner: str) -> None:
         """Drops what an owner has queued."""
@@ -202,20 +209,8 @@ class StagePort:
             logger.warning("stage %d: writes are still under way after %.0f s", self._stage, _JOIN_S)
         self._on_close()
 
-    def _answer(self, order: SendOrder, outcome: TransferOutcome) -> SendDone:
-        return SendDone(
-            order.order,
-            self._stage,
-            outcome.num_bytes,
-            outcome.seconds,
-            error="" if outcome.error is None else str(outcome.error) or type(outcome.error).__name__,
-            drained=outcome.drained,
-            digest=self._digest_of(order) if outcome.error is None else b"",
-        )
-
     def _digest_of(self, order: SendOrder) -> bytes:
-        if not self._kv_digest or self._layout is None:
-            return b""
+        assert self._layout is not None, "opened before"
         units = [(src + step, dst + step) for src, dst, length in order.runs for step in range(length)]
         return digest_units(self._layout, _KINDS[order.pool], units)
 
