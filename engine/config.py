@@ -50,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: directory or GGUF file.
+        model_name: what requests call it; empty: the name of its directory or file.
         draft_head: directory of the draft head, or `MTP_HEAD`; None turns speculation off.
         dtype: "float32" or "bfloat16"; on CPU the type that weights and KV are stored in.
         devices: "cpu" or "cuda:N" of every stage; a single one is that of all. All are of one kind.
@@ -88,6 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    model_name: str = ""
     role: Role
     draft_head: str | None = None
     dtype: str = "bfloat16"
@@ -130,6 +132,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("heartbeat_s", "stage_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidRequestError(name, f"{getattr(self, name)} is not positive")
+        if not self.model_name.isprintable():
+            raise InvalidRequestError("model_name", f"{self.model_name!r} cannot be printed")
         if self.dtype not in ("float32", "bfloat16"):
             raise InvalidRequestError("dtype", f"{self.dtype!r} is neither float32 nor bfloat16")
         if not self.layer_split or min(self.layer_split) < 1:

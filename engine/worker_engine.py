@@ -63,8 +63,9 @@ def worker_facts(config: EngineConfig, checkpoint: Checkpoint) -> WorkerFacts:
     }
     pool_len = config.num_pages * config.page_size
     memory = plan_memory(config, model, chosen_head(config, model))
+    card = checkpoint.card
     return WorkerFacts(
-        checkpoint.card,
+        replace(card, model_id=config.model_name) if config.model_name else card,
         min(model.context_length, pool_len),
         fingerprint,
         config.num_stages,

@@ -28,7 +28,7 @@ _SOURCES = Path(__file__).resolve().parent / "native"
 # Contraction is off because every fused operation is written as one: bits must not depend on the compiler's taste.
 _FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 _BUILD_TIMEOUT_S = 300
-_ENVIRONMENT = "GRAFTLINE_NATIVE_LIBRARY"
+ENVIRONMENT = "GRAFTLINE_NATIVE_LIBRARY"
 
 _POINTER, _INDEX, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _KINDS = {"p": _POINTER, "x": _INDEX, "i": _INT, "f": _FLOAT}
@@ -76,7 +76,7 @@ def native_library() -> ctypes.CDLL | None:
     Raises:
         NativeBuildError: the named library was built from other sources.
     """
-    chosen = os.environ.get(_ENVIRONMENT, "")
+    chosen = os.environ.get(ENVIRONMENT, "")
     if chosen == "none":
         return None
     if chosen:

@@ -15,6 +15,8 @@ def parse_address(address: str, *, field: str = "address") -> tuple[str, int]:
     Raises:
         InvalidRequestError: no host, one with spaces, or no port in [0, 65535].
     """
+    if "://" in address:
+        raise InvalidRequestError(field, f"{address!r} has a scheme; write host:port")
     host, colon, port = address.strip().rpartition(":")
     if not colon or not host or not _PORT.fullmatch(port) or int(port) > 65535 or _SPACE.search(host):
         raise InvalidRequestError(field, f"{address!r} is not host:port")

@@ -114,11 +114,14 @@ class ChoiceRun:
             demand = self._demand()
             num_tokens_before = len(self._transcript.token_ids)
             pair = await self._search.find(demand, has_begun=num_tokens_before > 0)
+            weights = pair.weights  # now: a worker that restarts may come back with others
             self._attempt += 1
             with Claim(pair, len(demand.token_ids)) as claim, self._trace.attempt(pair, self._attempt):
                 failure = await self._try(claim, demand)
                 if failure is None:
                     return
+                if self._transcript.token_ids:
+                    self._search.begun_with(weights)
                 self._judge(failure, claim, num_tokens_before)
 
     # --- one attempt ---------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from graftline.proto.v1.common_pb2 import SpeculationStats, TreeOrigin
 
+# What the attempts so far say when none of them got as far as a tree.
+_NO_TREE_YET = (TreeOrigin.TREE_ORIGIN_UNSPECIFIED, TreeOrigin.TREE_ORIGIN_NONE)
+
 
 class SpeculationFigures:
     """Sums what decodes report. An attempt that ends without a report (its decode died, or a stop string cut it)
@@ -41,7 +44,7 @@ class SpeculationFigures:
             return
         for name in ("rounds", "drafted", "accepted", "first_round_drafted", "first_round_accepted"):
             setattr(self.total, name, getattr(self.total, name) + getattr(stats, name))
-        if self.total.tree_origin == TreeOrigin.TREE_ORIGIN_UNSPECIFIED:
+        if self.total.tree_origin in _NO_TREE_YET:
             self.total.tree_origin = stats.tree_origin
 
     def _seen(self) -> SpeculationStats:

@@ -260,6 +260,7 @@ class Generator:
             max_prompt_tokens=max_prompt_tokens,
             default_max_tokens=self._fleet.limits.default_max_tokens,
             field=field,
+            goes_on=kind != "chat",
         )
 
     async def _prompt_ids(

@@ -38,7 +38,7 @@ class Bodies:
         """The whole body, which counts as held until the block is left.
 
         Raises:
-            InvalidRequestError: it is too long or too slow.
+            InvalidRequestError: it is too long, too slow, or compressed.
             OutOfCapacityError: too much is held.
         """
         pieces: list[bytes] = []
@@ -60,6 +60,9 @@ class Bodies:
                         raise OutOfCapacityError(f"bodies of {self.held_bytes} bytes are being read", retry_after_s=1.0)
             if num_bytes > MAX_BODY_BYTES:
                 raise InvalidRequestError("body", f"is longer than {MAX_BODY_BYTES} bytes")
+            encoding = request.headers.get("content-encoding", "identity")
+            if encoding.lower() != "identity":
+                raise InvalidRequestError("content-encoding", f"{encoding[:80]!r} is not supported; send it as it is")
             yield b"".join(pieces)
         except TimeoutError:
             raise InvalidRequestError("body", f"did not arrive within {self._timeout_s:g} s") from None

@@ -1,9 +1,10 @@
 """A served model as text sees it: tokenizer, vocabulary and chat template, built from a worker's model card."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from graftline.errors import IncompatibleError, InvalidRequestError, PromptTooLongError
 from graftline.proto.v1.common_pb2 import ModelCard
@@ -21,7 +22,8 @@ class ServedModel:
     """One model card, ready for use.
 
     Attributes:
-        card: what it was built from.
+        sampling_defaults: values of fields of GenerateRequest, where a request has none.
+        card: what it was built from, or that of a model with another name and all else the same.
     """
 
     model_id: str
@@ -32,6 +34,7 @@ class ServedModel:
     tokenizer: TextTokenizer
     vocabulary: Vocabulary
     chat_template: ChatTemplate | None
+    sampling_defaults: Mapping[str, Any]
     card: ModelCard
 
     @classmethod
@@ -55,8 +58,16 @@ class ServedModel:
             tokenizer,
             Vocabulary(tokenizer),
             template,
+            {field.name: value for field, value in card.sampling_defaults.ListFields()},
             card,
         )
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Equal for cards of one model. The hash leaves the name out, and models trained from one another differ in
+        nothing else that a card holds.
+        """
+        return self.model_id, self.card_hash
 
     def encode_text(self, text: str, max_tokens: int) -> list[int]:
         """Token ids of a text.
@@ -89,7 +100,7 @@ class ServedModel:
 
 
 class ModelStore:
-    """Loads each distinct card once; keeps the few that are in use."""
+    """Loads each distinct card once, whatever names it has; keeps the few that are in use."""
 
     def __init__(self, executor: Executor, max_models: int = 8) -> None:
         self._executor = executor
@@ -114,4 +125,4 @@ class ModelStore:
             self._models[card.card_hash] = model
             while len(self._models) > self._max_models:
                 del self._models[next(iter(self._models))]
-        return model
+        return model if model.model_id == card.model_id else replace(model, model_id=card.model_id)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graftline.errors import GraftlineError, OutOfCapacityError, PeerUnavailableError
@@ -10,7 +11,7 @@ from graftline.router.model import ServedModel
 from graftline.router.pairing import Pair, Pairing, WorkerKey, has_outgrown, prefills_of, serves, too_small, worker_key
 from graftline.router.policy import Demand
 from graftline.router.registry import Registry
-from graftline.router.worker import Worker
+from graftline.router.worker import Weights, Worker
 from graftline.tracing import NO_TRACER, Tracer
 
 # The pauses of all attempts together outlast the longest reconnecting pause of a channel between two workers.
@@ -39,6 +40,7 @@ class PairSearch:
         self._excluded: set[WorkerKey] = set()
         self._num_pauses = 0
         self._last_error: GraftlineError | None = None
+        self._weights: Weights | None = None  # that its tokens come from
 
     def failed(self, error: GraftlineError, worker: Worker | None) -> None:
         """An attempt failed, and `worker` is to blame (None: nobody)."""
@@ -50,9 +52,13 @@ class PairSearch:
         """The choice got further: pauses are short again."""
         self._num_pauses = 0
 
+    def begun_with(self, weights: Weights) -> None:
+        """The choice has tokens of these weights: only workers that have them may go on with it."""
+        self._weights = weights
+
     def find_now(self, demand: Demand) -> Pair | None:
         """The best pair that can be used this moment."""
-        return self._fleet.pairing.pick(self._fleet.registry.workers, self._model, demand, self._excluded)
+        return self._fleet.pairing.pick(self._workers, self._model, demand, self._excluded)
 
     async def find(self, demand: Demand, *, has_begun: bool) -> Pair:
         """The best pair, waited for when there is none.
@@ -99,8 +105,17 @@ class PairSearch:
                 continue
 
     def _require_hope(self, demand: Demand) -> None:
-        if has_outgrown(self._fleet.registry.workers, self._model, demand):
+        if has_outgrown(self._workers, self._model, demand):
             raise PeerUnavailableError(f"no prefill can hold what there is so far: {self._why_none(demand)}")
+
+    @property
+    def _workers(self) -> Iterable[Worker]:
+        """Those that may go on with the choice, as far as is known."""
+        workers = self._fleet.registry.workers
+        return workers if self._weights is None else [worker for worker in workers if not self._has_others(worker)]
+
+    def _has_others(self, worker: Worker) -> bool:
+        return worker.description is not None and worker.description.weights != self._weights
 
     def _require_room(self) -> None:
         up = [worker for worker in prefills_of(self._fleet.registry.workers, self._model) if worker.is_available]
@@ -114,7 +129,9 @@ class PairSearch:
 
     def _why_none(self, demand: Demand) -> str:
         why = self._fleet.registry.why_no_pair()
-        ours = [worker for worker in self._fleet.registry.workers if serves(worker, self._model)]
+        ours = [worker for worker in self._workers if serves(worker, self._model)]
+        if len(ours) < sum(serves(worker, self._model) for worker in self._fleet.registry.workers):
+            why += "; what has begun goes on with the weights it began with, which some do not have"
         small = [worker.address for worker in ours if too_small(worker, demand)]
         if small:
             have, most = len(demand.token_ids), demand.max_total_tokens

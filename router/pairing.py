@@ -8,7 +8,7 @@ from typing import Self
 from graftline.proto.status import Leg
 from graftline.router.model import ServedModel
 from graftline.router.policy import Demand, Policy
-from graftline.router.worker import Role, Worker
+from graftline.router.worker import Role, Weights, Worker
 
 WorkerKey = tuple[str, str]
 
@@ -19,6 +19,12 @@ class Pair:
 
     prefill: Worker
     decode: Worker
+
+    @property
+    def weights(self) -> Weights:
+        """What both compute with now."""
+        assert self.decode.description is not None, "only described workers are paired"
+        return self.decode.description.weights
 
     def on(self, leg: Leg) -> Worker:
         """The worker of a leg."""
@@ -46,8 +52,8 @@ def _fit(worker: Worker) -> str | None:
 
 
 def serves(worker: Worker, model: ServedModel) -> bool:
-    """True for a worker that serves this very model card."""
-    return worker.description is not None and worker.description.model.card_hash == model.card_hash
+    """True for a worker that serves this very model."""
+    return worker.description is not None and worker.description.model.identity == model.identity
 
 
 class Pairing:

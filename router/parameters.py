@@ -72,7 +72,8 @@ class Parameters:
             InvalidRequestError: naming the field and the value.
         """
         # Only what is given is looked at: requests set few of the fields, and asking for one costs more than its check.
-        given: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
+        given: dict[str, Any] = {**model.sampling_defaults}
+        given.update((field.name, value) for field, value in request.ListFields())
         for name, value in given.items():
             check = _CHECKS.get(name)
             if check is not None:
@@ -107,6 +108,7 @@ class Plan:
 
     Attributes:
         ending_ids: token ids that end a choice.
+        goes_on: the output continues a text, and is no turn of a chat.
     """
 
     model: ServedModel
@@ -114,6 +116,7 @@ class Plan:
     parameters: Parameters
     max_tokens: int
     ending_ids: frozenset[int]
+    goes_on: bool
 
     @classmethod
     def of(
@@ -126,6 +129,7 @@ class Plan:
         max_prompt_tokens: int,
         default_max_tokens: int | None,
         field: str,
+        goes_on: bool,
     ) -> "Plan":
         """Fits the output to what the prompt leaves of the context.
 
@@ -134,6 +138,7 @@ class Plan:
             max_prompt_tokens: longest prompt with one output token that can be computed.
             default_max_tokens: when the client named none; None: all that is left.
             field: the name of the prompt's field.
+            goes_on: the prompt is no chat.
 
         Raises:
             InvalidRequestError: no tokens, ids outside the vocabulary, no room for output.
@@ -148,7 +153,8 @@ class Plan:
                 "min_tokens", f"{parameters.min_tokens} exceed the {max_tokens} tokens that may be generated"
             )
         eos = frozenset() if parameters.ignore_eos else model.eos_token_ids
-        return cls(model, tuple(prompt_ids), parameters, max_tokens, eos | frozenset(parameters.stop_token_ids))
+        ending_ids = eos | frozenset(parameters.stop_token_ids)
+        return cls(model, tuple(prompt_ids), parameters, max_tokens, ending_ids, goes_on)
 
     def fill(self, request: DecodeServiceGenerateRequest, choice: int) -> None:
         """Writes what is the same for every attempt of a choice into a request that has none of it."""

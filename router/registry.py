@@ -22,7 +22,7 @@ from graftline.proto.v1.worker_pb2 import DescribeRequest, WatchRequest, WatchRe
 from graftline.router.breaker import Breaker
 from graftline.router.config import HealthConfig
 from graftline.router.model import ModelStore, ServedModel
-from graftline.router.pairing import mismatched_fields
+from graftline.router.pairing import mismatched_fields, prefills_of, serves
 from graftline.router.sources import WorkerSource
 from graftline.router.worker import Description, Role, Worker
 
@@ -59,8 +59,8 @@ class Registry:
         self._workers: dict[_Known, Worker] = {}
         self._retired: set[Worker] = set()
         self._changed = asyncio.Event()
-        # Longest request and longest prompt by model card; forgotten when a description changes.
-        self._max_tokens: dict[str, tuple[int, int]] = {}
+        # Longest request and longest prompt by model; forgotten when a description changes.
+        self._max_tokens: dict[tuple[str, str], tuple[int, int]] = {}
         # The model of all decodes, if they have one: it is asked for by every request, and forgotten likewise.
         self._only_model: tuple[ServedModel, ...] = ()
 
@@ -70,14 +70,14 @@ class Registry:
         return self._workers.values()
 
     def models(self) -> Sequence[ServedModel]:
-        """Models of the decodes that may be used now, or could be a moment ago; one a card."""
+        """Models of the decodes that may be used now, or could be a moment ago; one a name and card."""
         if self._only_model:
             return self._only_model
-        found: dict[str, ServedModel] = {}
+        found: dict[tuple[str, str], ServedModel] = {}
         decodes = [w for w in self._workers.values() if w.role is Role.DECODE and w.description]
         for worker in sorted(decodes, key=lambda w: not w.is_available):
             if worker.description:
-                found.setdefault(worker.description.model.card_hash, worker.description.model)
+                found.setdefault(worker.description.model.identity, worker.description.model)
         models = tuple(found.values())
         self._only_model = models if len(models) == 1 else ()
         return models
@@ -87,25 +87,23 @@ class Registry:
         return self._longest(model)[0]
 
     def max_prompt_tokens(self, model: ServedModel) -> int:
-        """Longest prompt any known prefill can hold, an output token included."""
+        """Longest prompt any known prefill of the model can hold, an output token included."""
         return self._longest(model)[1]
 
     def _longest(self, model: ServedModel) -> tuple[int, int]:
-        known = self._max_tokens.get(model.card_hash)
+        known = self._max_tokens.get(model.identity)
         if known is None:
-            decodes = (w for w in self._described(Role.DECODE) if w.model.card_hash == model.card_hash)
-            longest = _largest(decodes, model), _largest(self._described(Role.PREFILL), model)
+            workers = self._workers.values()
+            decodes = [worker for worker in workers if worker.role is Role.DECODE and serves(worker, model)]
+            longest = _largest(decodes, model), _largest(prefills_of(workers, model), model)
             known = min(model.context_length, longest[0]), min(model.context_length, longest[1])
-            self._max_tokens[model.card_hash] = known
+            self._max_tokens[model.identity] = known
         return known
 
     def _forget_models(self) -> None:
         """What was found out about them may have changed."""
         self._max_tokens.clear()
         self._only_model = ()
-
-    def _described(self, role: Role) -> Iterable[Description]:
-        return (w.description for w in self._workers.values() if w.role is role and w.description)
 
     def has_pair(self) -> bool:
         """True when some two available workers may be paired."""
@@ -310,7 +308,8 @@ class Registry:
         self._metrics.counter(WORKER_LOST).remove(*labels)
 
 
-def _largest(descriptions: Iterable[Description], model: ServedModel) -> int:
+def _largest(workers: Iterable[Worker], model: ServedModel) -> int:
     """The largest stated limit of tokens a request; 0 stands for none."""
-    limits = (description.limits.max_request_tokens or model.context_length for description in descriptions)
+    described = (worker.description for worker in workers if worker.description)
+    limits = (description.limits.max_request_tokens or model.context_length for description in described)
     return max(limits, default=model.context_length)

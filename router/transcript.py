@@ -42,7 +42,9 @@ class Transcript:
         self._max_tokens = plan.max_tokens
         self._min_tokens = plan.parameters.min_tokens
         self._keeps_special_tokens = plan.parameters.keep_special_tokens
-        self._detokenizer = plan.model.vocabulary.detokenizer(keep_special_tokens=self._keeps_special_tokens)
+        self._detokenizer = plan.model.vocabulary.detokenizer(
+            keep_special_tokens=self._keeps_special_tokens, goes_on=plan.goes_on
+        )
         self._matcher = StopMatcher(plan.parameters.stop)
 
     def take(self, tokens: DecodeTokens) -> Delta:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MIN_IDLE_REPORTS = 4
 
+Weights = tuple[str, str]
+
 
 class Role(Enum):
     """What a worker does."""
@@ -46,6 +48,8 @@ class Description:
         fit: equal for workers with equal fingerprints, and only for those.
         page_size: token positions a page; 1 when the worker does not say.
         draft_nodes: nodes of a draft tree, root included; 0 without speculation.
+        weights: what the weights are and how they are stored. A stream goes on with the tokens it would have had only
+            where they are equal: under one name there may be an older and a newer model.
     """
 
     identity: WorkerIdentity
@@ -56,11 +60,14 @@ class Description:
     fit: str = field(init=False)
     page_size: int = field(init=False)
     draft_nodes: int = field(init=False)
+    weights: Weights = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fit", repr(sorted(self.fingerprint.items())))
         object.__setattr__(self, "page_size", _count(self.fingerprint.get("page_size"), 1))
         object.__setattr__(self, "draft_nodes", _count(self.fingerprint.get("draft_nodes"), 0))
+        weights = self.fingerprint.get("model_hash", ""), self.fingerprint.get("dtype", "")
+        object.__setattr__(self, "weights", weights)
 
     @classmethod
     def of(cls, response: DescribeResponse, model: ServedModel) -> "Description":

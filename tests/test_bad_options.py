@@ -1,5 +1,6 @@
 """Every bad value of an option is refused at the start: by name, in one line, without a traceback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,24 @@ def test_a_bad_value_is_refused_by_name(world: TinyWorld, role: str, option: str
     assert option.removeprefix("--").replace("-", "_") in said.replace("-", "_"), said
 
 
+def test_a_cpu_worker_without_its_kernels_does_not_start(world: TinyWorld, tmp_path: Path) -> None:
+    """CASES D54: as in a small image; what it answered could differ from what the plain model does."""
+    command = [sys.executable, "-m", "graftline", "decode", "--model", str(world.plain.path), "--dtype", "float32"]
+    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [*command, "--pages", "64", "--listen", "127.0.0.1:0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 2, said
+    assert "Traceback" not in said
+    assert "GRAFTLINE_NATIVE_LIBRARY: there are no native kernels" in said
+
+
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "tökén", "\x7f"])
 def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(
     token: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -77,6 +96,8 @@ def test_addresses_that_nobody_can_use_are_refused(address: str) -> None:
     """CASES D51."""
     with pytest.raises(InvalidRequestError, match="x: "):
         parse_address(address, field="x")
+    with pytest.raises(InvalidRequestError, match="has a scheme; write host:port"):
+        parse_address("http://127.0.0.1:7001")
     with pytest.raises(InvalidRequestError, match="port 0"):
         parse_peer("a:0")
     with pytest.raises(InvalidRequestError, match="advertise"):

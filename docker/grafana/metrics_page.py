@@ -25,7 +25,7 @@ it at every scrape. Counters end in `_total`, units are base units, histograms o
 | `stage` | 0 to stages - 1 |
 | `outcome` | stop, length, finished, cancelled, or the name of an error class |
 | `reason`, `leg` | error classes; prefill, decode |
-| `tree_origin` | real, root_only |
+| `tree_origin` | real, root_only; none without drafts; unspecified when a stop string ended the choice first |
 | `state`, `part`, `objective` | as the row says |
 
 In sums: started = ended + open, for routers and for workers. Accept length = 1 + accepted / request rounds. A worker's

@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from graftline.engine.models.config import ModelConfig, read_json
+from graftline.engine.models.config import ModelConfig, read_generation_config, read_json
+from graftline.engine.models.sampling_defaults import SamplingDefaults, sampling_defaults
 from graftline.errors import InvalidRequestError
 
 
@@ -32,6 +33,7 @@ class ModelCardData:
     context_length: int
     vocab_size: int
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def card_hash(self) -> str:
@@ -44,6 +46,8 @@ class ModelCardData:
             self.vocab_size,
             sorted(self.special_tokens.items()),
         ]
+        if self.sampling != SamplingDefaults():  # so that cards without have the hash that earlier versions give them
+            rest.append(astuple(self.sampling))
         digest = hashlib.sha256(json.dumps(rest).encode())
         digest.update(self.tokenizer_json)
         return digest.hexdigest()[:32]
@@ -53,7 +57,7 @@ def read_card(path: Path, config: ModelConfig) -> ModelCardData:
     """The card of a Hugging Face directory.
 
     Raises:
-        InvalidRequestError: no readable `tokenizer.json`.
+        InvalidRequestError: no readable `tokenizer.json`, or sampling defaults that no request could have.
     """
     tokenizer_path = path / "tokenizer.json"
     try:
@@ -63,15 +67,18 @@ def read_card(path: Path, config: ModelConfig) -> ModelCardData:
     tokenizer = load_tokenizer(content, tokenizer_path)
     settings_path = path / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
+    special_tokens = _special_tokens(path, settings)
+    adds_bos = bool(settings.get("add_bos_token"))
     return ModelCardData(
         model_id=path.resolve().name,
         tokenizer_json=content,
         chat_template=_chat_template(path, settings),
-        bos_token_id=_leading_token(tokenizer, settings),
+        bos_token_id=_leading_token(tokenizer, special_tokens.get("bos_token") if adds_bos else None),
         eos_token_ids=config.eos_token_ids,
         context_length=config.context_length,
         vocab_size=config.vocab_size,
-        special_tokens=_special_tokens(path, settings),
+        special_tokens=special_tokens,
+        sampling=sampling_defaults(read_generation_config(path)),
     )
 
 
@@ -109,12 +116,10 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _leading_token(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> int:
-    """The token the tokenizer puts first of all, found by trying: post-processors can be of any form."""
+def _leading_token(tokenizer: tokenizers.Tokenizer, bos: str | None) -> int:
+    """The token the tokenizer puts first of all, found by trying: post-processors can be of any form. Else `bos`."""
     bare, dressed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     if len(dressed) > len(bare) and dressed[:1] != bare[:1]:
         return int(dressed[0])
-    if settings.get("add_bos_token") and isinstance(settings.get("bos_token"), str):
-        token_id = tokenizer.token_to_id(settings["bos_token"])
-        return -1 if token_id is None else int(token_id)
-    return -1
+    token_id = None if bos is None else tokenizer.token_to_id(bos)
+    return -1 if token_id is None else int(token_id)

@@ -5,7 +5,7 @@ The only place that reads `config.json` and `generation_config.json`; everything
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class ModelConfig:
         attention_bias: the q, k and v projections have a bias.
         output_bias: the attention's output projection has one.
         qk_norm: q and k pass a RMS norm per head before RoPE.
-        eos_token_ids: union of what `config.json` and `generation_config.json` name, in that order.
+        eos_token_ids: union of what `config.json`, `generation_config.json` and the tokenizer name, in that order.
         bos_token_id: the beginning-of-sequence token, if the model knows one (not: whether prompts get it).
         sliding_window: the window in tokens that limited `context_length`, or None.
         hybrid: what it has beyond a dense model, or None.
@@ -121,16 +121,24 @@ class ModelConfig:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Reads `config.json` (and `generation_config.json` if there) of the Hugging Face directory `path`.
+    """Reads `config.json` (and `generation_config.json` and the tokenizer's end, if there) of the directory `path`.
 
     Raises:
         InvalidRequestError: no such file, not JSON, an architecture or a feature that is not supported, or a
             value out of range; names the field and the value.
     """
-    raw = read_json(path / "config.json")
+    config = config_from_dict(read_json(path / "config.json"), read_generation_config(path))
+    end = _tokenizer_end(path)
+    # What was trained to chat may end its turns with a token that the config of its base does not name.
+    if end is None or end in config.eos_token_ids or not 0 <= end < config.vocab_size:
+        return config
+    return replace(config, eos_token_ids=(*config.eos_token_ids, end))
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """`generation_config.json` of a Hugging Face directory; empty where there is none. Raises as `read_json`."""
     generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    return config_from_dict(raw, generation)
+    return read_json(generation_path) if generation_path.exists() else {}
 
 
 def config_from_dict(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -280,6 +288,21 @@ def _rope_scaling(kind: str, values: Mapping[str, Any], context_length: int) -> 
             truncate=bool(values.get("truncate", True)),
         )
     raise InvalidRequestError("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn")
+
+
+def _tokenizer_end(path: Path) -> int | None:
+    """The id of `eos_token` of `tokenizer_config.json`; None where no file says."""
+    settings_path, tokenizer_path = path / "tokenizer_config.json", path / "tokenizer.json"
+    settings = read_json(settings_path) if settings_path.exists() else {}
+    end = settings.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    if not isinstance(end, str):
+        return None
+    for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
+        if isinstance(entry, dict) and entry.get("content") == end:
+            return int(token_id)
+    entries = (read_json(tokenizer_path).get("added_tokens") or []) if tokenizer_path.exists() else []
+    return next((int(entry["id"]) for entry in entries if entry.get("content") == end), None)
 
 
 def _eos_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -132,13 +132,13 @@ class GenerateRequest(_message.Message):
     """Empty: the only model served."""
     text: _builtins.str
     temperature: _builtins.float
-    """Default 1."""
+    """These four default to what the model's makers say (ModelCard.sampling_defaults), and where they say nothing to 1,"""
     top_k: _builtins.int
-    """Default 0: no limit."""
+    """0: no limit,"""
     top_p: _builtins.float
-    """Default 1: no limit."""
+    """1: no limit,"""
     min_p: _builtins.float
-    """Default 0: no limit."""
+    """0: no limit."""
     seed: _builtins.int
     """Drawn by the router when unset."""
     max_tokens: _builtins.int

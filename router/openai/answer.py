@@ -39,8 +39,11 @@ class Answer:
         self._request = request
         self._prompt_tokens = prompt_tokens
         self._vocabulary = vocabulary
-        keeps = request.requests[0].keep_special_tokens
-        self._choices = [_Choice(vocabulary.detokenizer(keep_special_tokens=keeps)) for _ in range(request.num_choices)]
+        keeps, goes_on = request.requests[0].keep_special_tokens, not request.is_chat
+        self._choices = [
+            _Choice(vocabulary.detokenizer(keep_special_tokens=keeps, goes_on=goes_on))
+            for _ in range(request.num_choices)
+        ]
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request_id}",
             "created": int(time.time()),

@@ -63,6 +63,10 @@ def _refuse(asked: Any) -> None:
         asked.mm_inputs.HasField("pixel_values") or any(getattr(asked.mm_inputs, name) for name in _MULTIMODAL)
     ):
         raise InvalidRequestError("mm_inputs", UNSUPPORTED)
+    if asked.HasField("disaggregated_params") and asked.disaggregated_params.bootstrap_host:
+        raise InvalidRequestError(
+            "disaggregated_params", "this worker is a regular one: its own prefills and decodes need no bootstrap"
+        )
     sampling = asked.sampling_params
     for name, neutral in _NEUTRAL_PENALTIES.items():
         value = getattr(sampling, name)

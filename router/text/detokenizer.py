@@ -35,12 +35,17 @@ class Vocabulary:
         self._family = _family(tokenizer.description.get("decoder"))
         self._bytes: dict[int, bytes] = {}
 
-    def detokenizer(self, *, keep_special_tokens: bool = False) -> Detokenizer:
-        """For a new output."""
+    def detokenizer(self, *, keep_special_tokens: bool = False, goes_on: bool = False) -> Detokenizer:
+        """For a new output.
+
+        Args:
+            goes_on: the output continues a text: sentencepiece's mark in front of its first word is a space then, and
+                not the beginning.
+        """
         skipped = frozenset() if keep_special_tokens else self._special_ids
         if self._family is None:
             return _WindowDetokenizer(lambda ids: self._decode(ids, keep_special_tokens))
-        return _ByteDetokenizer(self.token_bytes, skipped, self._family.strips_first_space)
+        return _ByteDetokenizer(self.token_bytes, skipped, self._family.strips_first_space and not goes_on)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a single token stands for; empty for ids without a token (padding of the vocabulary)."""

@@ -56,9 +56,13 @@ class TextTokenizer:
     @cached_property
     def _literal_tokenizer(self) -> Tokenizer:
         """Encodes special tokens as the plain text they look like; built on first need, which is rare."""
-        tokenizer = _load(self._json)
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+        return _literal(self._json)
+
+    @cached_property
+    def _later_literal_tokenizer(self) -> Tokenizer:
+        """The same behind the beginning of a text, before which alone some vocabularies of sentencepiece put a mark."""
+        changed = _without_first_mark(self.description)
+        return self._literal_tokenizer if changed is None else _literal(json.dumps(changed).encode())
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a prompt that the caller composed; the model's BOS is put before it unless it is there already."""
@@ -77,14 +81,15 @@ class TextTokenizer:
         pieces: list[list[int]] = []
         end = 0
         for match in self._special_pattern.finditer(chat.text):
-            pieces.append(self._encode_literal(chat, chat.text[end : match.start()]))
+            pieces.append(self._encode_literal(chat, end, match.start()))
             pieces.append([self._special_id(match.group())])
             end = match.end()
-        pieces.append(self._encode_literal(chat, chat.text[end:]))
+        pieces.append(self._encode_literal(chat, end, len(chat.text)))
         return pieces
 
-    def _encode_literal(self, chat: RenderedChat, text: str) -> list[int]:
-        return _encode(self._literal_tokenizer, chat.with_literals(text))
+    def _encode_literal(self, chat: RenderedChat, start: int, end: int) -> list[int]:
+        tokenizer = self._later_literal_tokenizer if start else self._literal_tokenizer
+        return _encode(tokenizer, chat.with_literals(chat.text[start:end]))
 
     def _special_id(self, matched: str) -> int:
         token = self.special_tokens.get(matched) or self.special_tokens[matched.strip()]
@@ -106,6 +111,22 @@ def _load(tokenizer_json: bytes) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _literal(tokenizer_json: bytes) -> Tokenizer:
+    """A tokenizer to which special tokens are the plain text they look like."""
+    tokenizer = _load(tokenizer_json)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _without_first_mark(description: dict[str, Any]) -> dict[str, Any] | None:
+    """The description of a tokenizer that puts no mark at the beginning; None where it puts none there alone."""
+    parts = _parts(description.get("pre_tokenizer"))
+    changed = [{**part, "prepend_scheme": "never"} if part.get("prepend_scheme") == "first" else part for part in parts]
+    if changed == parts:
+        return None
+    return {**description, "pre_tokenizer": {"type": "Sequence", "pretokenizers": changed}}
 
 
 def _special_tokens(description: dict[str, Any]) -> list[_AddedToken]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from graftline import cli_options as shared
 from graftline.engine.config import AttentionBackend, EngineConfig, Role, StageChannel, StageMode
+from graftline.engine.exact_kernels import check_exact_kernels
 from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
@@ -57,6 +58,7 @@ class Option:
 
 ENGINE_OPTIONS = (
     Option("model", str, "Known name, Hugging Face directory or GGUF file.", _MODEL),
+    Option("model_name", str, "What requests call it; empty: the name of the directory or file.", _MODEL),
     Option("draft_head", str, "Directory of a draft head; mtp: the model's own; auto: the one there is; none.", _MODEL),
     Option("dtype", str, "float32 or bfloat16.", _MODEL),
     Option("devices", str, "cpu, cuda, auto, cuda:N, or a name for every stage: cuda:0,cuda:1.", _MODEL),
@@ -301,6 +303,7 @@ def _begin(role: Role, given: dict[str, Any]) -> tuple[EngineConfig, WorkerConfi
     worker = worker_config(given)
     if engine.device_type == CPU:
         check_room(engine, None if not is_wide else int(os.environ.get("RANK", "0")))
+        check_exact_kernels()
     if is_wide and engine.device_type == "cuda" and not (options.pages or options.memory_mib):
         raise InvalidRequestError("memory_mib", "must be said (or pages): stages of several hosts have to agree")
     if int(os.environ.get("RANK", "0")) > 0 and engine.num_stages > 1:

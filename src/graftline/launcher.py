@@ -57,6 +57,7 @@ class ClusterSpec:
     """
 
     model: str = DEFAULT_MODEL
+    model_name: str = ""
     prefills: int = 1
     decodes: int = 1
     routers: int = 1

@@ -101,7 +101,7 @@ SPECULATION_ACCEPTED = _router(
 FIRST_ROUNDS = _router(
     "first_rounds_total",
     Kind.COUNTER,
-    "Finished choices that had a verify round, by origin of their first tree: real or root_only.",
+    "Finished choices that had a verify round, by origin of their first tree.",
     ("model", "tree_origin"),
 )
 FIRST_ROUND_DRAFTED = _router(

@@ -28,12 +28,13 @@ async def run(*command: str | Path, cwd: Path | None = None, timeout_s: float = 
     return out.decode()
 
 
-async def test_buf_curl_needs_nothing_but_reflection() -> None:
-    worker = decode()
-    async with harness(prefill(), worker) as h:
+@pytest.mark.parametrize("token", ["", "secret"])
+async def test_buf_curl_needs_nothing_but_reflection(token: str) -> None:
+    shown = ("-H", f"authorization: Bearer {token}", "--reflect-header", "*") if token else ()
+    async with harness(prefill(), decode(), tokens=(token,) if token else ()) as h:
         url = f"http://{h.router.address}/graftline.v1.RouterService/Generate"
         asked = json.dumps({"text": PROMPT, "max_tokens": 7, "seed": 5})
-        out = await run(BUF, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-d", asked, url)
+        out = await run(BUF, "curl", "--protocol", "grpc", "--http2-prior-knowledge", *shown, "-d", asked, url)
     decoder, messages = json.JSONDecoder(), []
     while out.strip():
         message, end = decoder.raw_decode(out.lstrip())
@@ -44,9 +45,10 @@ async def test_buf_curl_needs_nothing_but_reflection() -> None:
     assert messages[-1]["finish"]["usage"]["completionTokens"] == 7
 
 
-async def test_k6_finds_every_answer_of_many_users_right() -> None:
-    async with harness(prefill(), decode()) as h:
-        settings = {"ROUTER": h.router.address, "USERS": 64, "SECONDS": 1}
+@pytest.mark.parametrize("token", ["", "secret"])
+async def test_k6_finds_every_answer_of_many_users_right(token: str) -> None:
+    async with harness(prefill(), decode(), tokens=(token,) if token else ()) as h:
+        settings = {"ROUTER": h.router.address, "USERS": 64, "SECONDS": 1, "TOKEN": token}
         variables = [part for name, value in settings.items() for part in ("-e", f"{name}={value}")]
         summary = await run(K6, "run", "--no-usage-report", "--quiet", *variables, K6_SCRIPT)
     assert "rate=100.00%" in summary

@@ -18,6 +18,7 @@ from dashboard_panels import DASHBOARDS
 from prometheus_process import DOCKER, config_for, tool
 
 from graftline.metrics import TABLE, Kind, Metrics, ProcessRole
+from graftline.proto.v1.common_pb2 import TreeOrigin
 
 RULE_TESTS = DOCKER / "prometheus" / "tests" / "rules_test.yml"
 
@@ -209,3 +210,9 @@ def test_a_test_configuration_keeps_every_job() -> None:
 
 def test_the_page_of_metrics_is_that_of_the_table() -> None:
     assert metrics_page.TARGET.read_text() == metrics_page.page(), "run docker/grafana/metrics_page.py"
+
+
+def test_the_page_names_every_origin_of_a_tree() -> None:
+    (values,) = re.findall(r"^\| `tree_origin` \| (.+) \|$", metrics_page.page(), re.MULTILINE)
+    for name in TreeOrigin.DESCRIPTOR.values_by_name:
+        assert re.search(rf"\b{name.removeprefix('TREE_ORIGIN_').lower()}\b", values), name

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from router_fakes import EOS, Fault, decode, prefill, reference_ids
+from router_fakes import EOS, Fault, byte_fallback_tokenizer, decode, model_card, prefill, reference_ids
 from router_harness import QUICK_HEALTH, QUICK_REQUESTS, harness, until
 
 from graftline.errors import (
@@ -128,6 +128,19 @@ async def test_characters_split_over_tokens_arrive_whole() -> None:
         worker = decode(forced_ids=[*data, EOS], round_tokens=2)
         async with harness(prefill(), worker) as h:
             assert (await h.answer(text=PROMPT)).text == expected
+
+
+async def test_a_continued_text_keeps_its_first_space_and_a_turn_has_none() -> None:
+    """CASES I58: prompt and output together read as was meant; templates put their own space before turns."""
+    source = byte_fallback_tokenizer()
+    card = model_card(tokenizer_json=source.to_str().encode(), vocab_size=263, eos_token_ids=[0])
+    the, b = source.token_to_id("▁the"), source.token_to_id("b")
+    async with harness(prefill(card=card), decode(card=card, forced_ids=[the, b, the])) as h:
+        for prompt in ({"text": "b"}, {"ids": [b]}):
+            answer = await h.answer(**prompt, max_tokens=3)
+            assert answer.text == " theb the"
+        answer = await h.answer(chat=[("user", "b")], max_tokens=3)
+        assert answer.text == "theb the"
 
 
 # --- failures -------------------------------------------------------------------------------------------------

@@ -12,7 +12,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from router_fakes import EOS, FakeWorker, Fault, decode, prefill, reference_ids
+from router_fakes import (
+    EOS,
+    FakeWorker,
+    Fault,
+    byte_fallback_tokenizer,
+    decode,
+    model_card,
+    prefill,
+    reference_ids,
+)
 from router_harness import QUICK_HEALTH, QUICK_REQUESTS, Harness, harness, until
 
 from graftline.errors import InternalError, PeerUnavailableError
@@ -301,6 +310,15 @@ async def test_text_offsets_say_where_tokens_begin_however_characters_are_split(
             chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
             parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
             assert {name: [item for part in parts for item in part[name]] for name in whole} == whole
+
+
+async def test_text_offsets_count_the_first_space_of_a_text_that_goes_on() -> None:
+    """CASES I58."""
+    card = model_card(tokenizer_json=byte_fallback_tokenizer().to_str().encode(), vocab_size=263, eos_token_ids=[0])
+    async with http(prefill(card=card), decode(card=card, forced_ids=[262, 259, 262])) as (_, client):
+        body = {"prompt": "b", "logprobs": 0, "max_tokens": 3}
+        choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (" theb the", [0, 4, 5])
 
 
 async def test_errors_after_the_stream_began_arrive_as_an_event() -> None:

@@ -1,6 +1,7 @@
 """Bodies and lists of a size that no request needs: refused, and no other client waits for it."""
 
 import asyncio
+import gzip
 import json
 import time
 from typing import Any
@@ -138,3 +139,18 @@ async def test_bodies_are_bounded_in_time_and_together() -> None:
                 pass
         assert bodies.held_bytes == 6
     assert bodies.held_bytes == 0
+
+
+async def test_a_compressed_body_is_refused_as_such() -> None:
+    """CASES I61."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    async with (
+        harness(prefill(), decode(), http_listen="127.0.0.1:0") as h,
+        httpx.AsyncClient(base_url=f"http://{h.router.http_address}", trust_env=False) as client,
+    ):
+        headers = {"content-encoding": "gzip"}
+        refused = await client.post("/v1/completions", content=gzip.compress(body), headers=headers)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "content-encoding")
+        assert "'gzip' is not supported" in refused.json()["error"]["message"]
+        plain = await client.post("/v1/completions", content=body, headers={"content-encoding": "Identity"})
+        assert plain.status_code == 200

@@ -17,6 +17,7 @@ from router_harness import QUICK_REQUESTS, harness, until
 
 from graftline.errors import InternalError, InvalidRequestError, OutOfCapacityError
 from graftline.proto.status import Leg, error_from_rpc
+from graftline.proto.v1.common_pb2 import SamplingDefaults
 from graftline.proto.v1.worker_pb2 import Limits
 from graftline.router.generation import INLINE_PROMPT_CHARS
 from graftline.router.text.tokenizer import TextTokenizer
@@ -281,3 +282,20 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatc
                 await h.answer(text=text)
         assert encoded == [most, most]
         assert (await h.answer(text="<|im_start|>" * (CONTEXT_LENGTH - 1), max_tokens=1)).finish is not None
+
+
+async def test_what_a_request_leaves_open_is_as_the_models_makers_say() -> None:
+    """CASES I59: and what it says counts, no limit included."""
+    card = model_card(sampling_defaults=SamplingDefaults(temperature=0.5, top_k=20, top_p=0.75))
+    worker = decode(card=card)
+    async with harness(prefill(card=card), worker) as h:
+        await h.answer(text="x", max_tokens=1)
+        await h.answer(text="x", max_tokens=1, temperature=0, top_p=1.0, min_p=0.25)
+        await h.answer(text="x", max_tokens=1, top_k=0)
+        await h.answer(text="x", max_tokens=1, top_k=-1)
+        drawn = [
+            (r.sampling.temperature, r.sampling.top_k, r.sampling.top_p, r.sampling.min_p) for r in worker.requests
+        ]
+        assert drawn == [(0.5, 20, 0.75, 0), (0, 20, 1, 0.25), (0.5, 0, 0.75, 0), (0.5, 0, 0.75, 0)]
+    async with harness(prefill(), decode()) as h:
+        assert (await h.answer(text="x", max_tokens=1)).finish is not None

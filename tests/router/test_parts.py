@@ -373,6 +373,19 @@ def test_figures_sum_reports_and_count_unreported_attempts_from_messages() -> No
     assert plain.total == SpeculationStats()
 
 
+@pytest.mark.parametrize("lost", [None, SpeculationStats(tree_origin=TreeOrigin.TREE_ORIGIN_NONE)])
+def test_the_first_tree_that_came_has_an_origin(lost: SpeculationStats | None) -> None:
+    """CASES X54: the first attempt ended before its tree came, with a report or without."""
+    figures = SpeculationFigures()
+    figures.attempt_started(draft_nodes=4)
+    figures.tokens_came(1)
+    figures.attempt_ended(lost)
+    for origin in (TreeOrigin.TREE_ORIGIN_ROOT_ONLY, TreeOrigin.TREE_ORIGIN_REAL):
+        figures.attempt_started(draft_nodes=4)
+        figures.attempt_ended(SpeculationStats(rounds=1, drafted=3, tree_origin=origin))
+    assert figures.total.tree_origin == TreeOrigin.TREE_ORIGIN_ROOT_ONLY
+
+
 def test_choice_seeds_differ_and_the_first_is_the_clients() -> None:
     seeds = {choice_seed(seed, choice) for seed in (0, 1, 2**64 - 1) for choice in range(64)}
     assert len(seeds) == 3 * 64

@@ -6,13 +6,14 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from router_fakes import Fault, decode, model_card, prefill, reference_ids, started
+from router_fakes import Fault, decode, model_card, next_token, prefill, reference_ids, started
 from router_harness import QUICK_HEALTH, QUICK_REQUESTS, config_for, harness, request, until
 
 from graftline.errors import InternalError, InvalidRequestError, PeerUnavailableError
@@ -21,9 +22,9 @@ from graftline.proto.channel import open_channel
 from graftline.proto.status import Leg, error_from_rpc
 from graftline.proto.v1.router_pb2 import GetStatusRequest, ListModelsRequest
 from graftline.proto.v1.router_pb2_grpc import RouterServiceStub
-from graftline.proto.v1.worker_pb2 import DrainRequest, WatchResponse, WorkerState
+from graftline.proto.v1.worker_pb2 import DrainRequest, Limits, WatchResponse, WorkerState
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
-from graftline.router.config import RouterConfig, WorkerLists
+from graftline.router.config import PolicyName, RouterConfig, WorkerLists
 from graftline.router.server import running_router
 from graftline.router.sources import FileSource, ListSource, read_worker_lists
 
@@ -94,6 +95,91 @@ async def test_a_restart_may_bring_another_model() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="100 tokens"):
             await h.answer(text="x" * 200)
         assert (await h.answer(text=PROMPT, max_tokens=4, model="other")).token_ids
+
+
+def other_token(token_ids: Sequence[int], seed: int) -> int:
+    """What other weights make of the same."""
+    return next_token(token_ids, seed + 1)
+
+
+async def test_models_that_differ_in_name_and_weights_alone_are_told_apart() -> None:
+    """CASES F56: of one tokenizer, template and context, as models are that were trained from one another."""
+    one, two = {"model_hash": "one"}, {"model_hash": "two"}
+    cards = [model_card(model_id=name) for name in ("one", "two")]
+    assert cards[0].card_hash == cards[1].card_hash, "a name does not change the hash"
+    workers = [
+        prefill(card=cards[0], fingerprint=one),
+        decode(card=cards[0], fingerprint=one),
+        prefill(card=cards[1], fingerprint=two, limits=Limits(max_request_tokens=30)),
+        decode(card=cards[1], fingerprint=two, model=other_token),
+    ]
+    async with harness(*workers) as h:
+        await until(lambda: all(worker.is_available for worker in h.router.registry.workers))
+        listed = await h.stub.ListModels(ListModelsRequest())
+        assert sorted(model.model_id for model in listed.models) == ["one", "two"]
+        for seed in range(4):
+            for name, shift in (("one", 0), ("two", 1)):
+                answer = await h.answer(text=PROMPT, model=name, max_tokens=5, seed=seed)
+                assert answer.token_ids == reference_ids(IDS, 5, seed + shift)
+        with pytest.raises(grpc.aio.AioRpcError, match="several models are served"):
+            await h.answer(text=PROMPT)
+        assert (await h.answer(text="x" * 40, model="one", max_tokens=5)).token_ids
+        with pytest.raises(grpc.aio.AioRpcError, match="leave no room") as caught:
+            await h.answer(text="x" * 40, model="two", max_tokens=5)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, "the limit of its own prefill"
+
+
+@pytest.mark.parametrize("end", ["fails", "restarts"])
+async def test_a_stream_goes_on_with_the_weights_it_began_with(end: str) -> None:
+    """CASES F57: beside its worker, or in its worker's place, there is a newer model of the same name."""
+    old, new = {"model_hash": "old", "dtype": "float32"}, {"model_hash": "new", "dtype": "float32"}
+    first = decode(fingerprint=old, token_delay_s=0.005)
+    newer = decode(fingerprint=new, model=other_token, load=WatchResponse(state=WorkerState.WORKER_STATE_DRAINING))
+    workers = [prefill(fingerprint=old), first, prefill(fingerprint=new), newer]
+    async with harness(*workers, requests=replace(QUICK_REQUESTS, resume_wait_s=0.6)) as h:
+        known = {worker.address: worker for worker in h.router.registry.workers}
+        if end == "fails":
+            first.faults.append(Fault(10, PeerUnavailableError("gone"), Leg.DECODE))
+        received: list[int] = []
+
+        async def read() -> None:
+            async for message in h.generate(text=PROMPT, max_tokens=100, seed=5):
+                received.extend(message.token_ids)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: received)
+        newer.load.state = WorkerState.WORKER_STATE_SERVING
+        newer.changed.set()
+        await until(lambda: known[newer.address].is_available)
+        if end == "fails":
+            await reading
+            assert len(received) == 100
+        else:
+            await first.stop()
+            first.fingerprint, first.model, first.incarnation = new, other_token, "two"
+            await first.start(first.address)
+            with pytest.raises(grpc.aio.AioRpcError, match="goes on with the weights it began with") as caught:
+                await reading
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert received == reference_ids(IDS, len(received), 5), "nothing of the newer model"
+        assert not newer.requests
+        first.load.state = WorkerState.WORKER_STATE_DRAINING
+        first.changed.set()
+        await until(lambda: not known[first.address].is_available)
+        fresh = await h.answer(text=PROMPT, max_tokens=9, seed=5)
+        assert fresh.token_ids == reference_ids(IDS, 9, 6), "what comes new may take either"
+
+
+async def test_what_has_no_token_yet_may_go_to_other_weights() -> None:
+    """CASES F57: only what was said binds."""
+    old, new = {"model_hash": "old"}, {"model_hash": "new"}
+    first = decode(fingerprint=old, always=Fault(0, PeerUnavailableError("gone"), Leg.DECODE))
+    workers = [prefill(fingerprint=old), first, prefill(fingerprint=new), decode(fingerprint=new, model=other_token)]
+    async with harness(*workers, policy=PolicyName.ROUND_ROBIN) as h:
+        await until(lambda: all(worker.is_available for worker in h.router.registry.workers))
+        for _ in range(3):
+            assert (await h.answer(text=PROMPT, max_tokens=5, seed=5)).token_ids == reference_ids(IDS, 5, 6)
+        assert first.requests
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -154,12 +154,19 @@ async def test_what_cannot_be_done_is_refused_by_name(field: str, change: dict[s
 
 
 async def test_fields_outside_sampling_are_refused_too() -> None:
+    """CASES G54: a gateway that takes the fleet for a prefill or a decode hears of it."""
     async with door() as (_, stub):
         for name, value in (("lora_id", "x"), ("return_hidden_states", True), ("input_embeds", [1.0])):
             request = asked()
             request.MergeFrom(pb2.GenerateRequest(**{name: value}))
             with pytest.raises(grpc.aio.AioRpcError, match=name):
                 await stub.Generate(request).read()
+        half = asked()
+        half.disaggregated_params.CopyFrom(pb2.DisaggregatedParams())
+        assert await stub.Generate(half).read() is not grpc.aio.EOF, "an empty message asks for nothing"
+        half.disaggregated_params.bootstrap_host = "prefill"
+        with pytest.raises(grpc.aio.AioRpcError, match="disaggregated_params: this worker is a regular one"):
+            await stub.Generate(half).read()
         prompt_logprobs = asked()
         prompt_logprobs.return_logprob, prompt_logprobs.logprob_start_len = True, 0
         with pytest.raises(grpc.aio.AioRpcError, match="logprob_start_len"):

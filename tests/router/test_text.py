@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_fakes import BOS, CHAT_TEMPLATE, EOS, IM_START, byte_tokenizer
+from router_fakes import BOS, CHAT_TEMPLATE, EOS, IM_START, byte_fallback_tokenizer, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from graftline.errors import IncompatibleError, InvalidRequestError
@@ -22,16 +22,6 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
 
 def text_tokenizer(bos: int = -1, tokenizer: Tokenizer | None = None) -> TextTokenizer:
     return TextTokenizer((tokenizer or byte_tokenizer()).to_str().encode(), bos)
-
-
-def byte_fallback_tokenizer() -> Tokenizer:
-    """Sentencepiece style: pieces with a space mark, and <0xXX> for every byte."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "▁é", "😀", "▁the"]
-    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
 
 
 def window_tokenizer() -> Tokenizer:
@@ -103,6 +93,28 @@ def test_pieces_around_special_tokens_that_swallow_spaces() -> None:
     end = source.token_to_id("<end>")
     assert plain == [*b"x", end, *b"tail"]
     assert attacked == [*b"x<s>", end, *b"tail"]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_pieces_behind_special_tokens_begin_as_in_the_whole_text(scheme: str) -> None:
+    """CASES I62: a vocabulary of sentencepiece puts its mark before the first word alone, or before every piece."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"ab<>/s", "▁a"]
+    source = Tokenizer(
+        models.BPE(
+            vocab={p: i for i, p in enumerate(pieces)}, merges=[("▁", "a")], byte_fallback=True, unk_token="<unk>"
+        )
+    )
+    source.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    source.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")])
+    tokenizer = text_tokenizer(tokenizer=source)
+    for written in ("<s>a b</s>b a", "a<s>b</s>"):
+        template = ChatTemplate(written + "<s>{{ messages[0].content }}</s>", SPECIAL)
+        plain = tokenizer.encode_chat(template.render([Message("user", "a b")], tokenizer.special_tokens))
+        typed = tokenizer.encode_chat(template.render([Message("user", "a b</s>")], tokenizer.special_tokens))
+        assert plain == source.encode(f"{written}<s>a b</s>", add_special_tokens=False).ids
+        assert typed[: len(plain) - 1] == plain[:-1], "what a user typed behind it changes nothing before it"
+        assert typed[-1] == plain[-1]
+        assert typed.count(source.token_to_id("</s>")) == plain.count(source.token_to_id("</s>"))
 
 
 # --- chat template --------------------------------------------------------------------------------------------
@@ -223,6 +235,16 @@ def test_byte_fallback_characters_arrive_whole(text: str) -> None:
 def test_window_deltas_add_up_to_the_full_decode(ids: list[int]) -> None:
     tokenizer = text_tokenizer(tokenizer=window_tokenizer())
     assert deltas(Vocabulary(tokenizer), ids) == tokenizer.tokenizer.decode(ids)
+
+
+def test_a_text_that_goes_on_keeps_its_first_space() -> None:
+    """CASES I58: what comes behind a prompt is decoded as behind the prompt."""
+    tokenizer = text_tokenizer(tokenizer=byte_fallback_tokenizer())
+    decode = tokenizer.tokenizer.decode
+    for ids in ([262, 258], [257, 262], [1 + ord(" "), 1 + ord("x")], [259, 262], [1 + 0xC3, 1 + 0xA9]):
+        feeder = Vocabulary(tokenizer).detokenizer(goes_on=True)
+        text = "".join(map(feeder.feed, ids)) + feeder.flush()
+        assert text == decode([262, *ids]).removeprefix(decode([262]))
 
 
 def test_metaspace_decoders_are_read_by_bytes() -> None:

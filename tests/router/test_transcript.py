@@ -27,6 +27,7 @@ def transcript(**fields: Any) -> Transcript:
         max_prompt_tokens=100,
         default_max_tokens=None,
         field="text",
+        goes_on=True,
     )
     return Transcript(plan, 0)
 

@@ -71,6 +71,16 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Sentencepiece style: pieces with a space mark, and <0xXX> for every byte."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "▁é", "😀", "▁the"]
+    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
 def model_card(**changes: Any) -> ModelCard:
     """The card of the fake model."""
     card = ModelCard(
@@ -87,9 +97,14 @@ def model_card(**changes: Any) -> ModelCard:
         if name == "eos_token_ids":
             del card.eos_token_ids[:]
             card.eos_token_ids.extend(value)
+        elif name == "sampling_defaults":
+            card.sampling_defaults.CopyFrom(value)
         else:
             setattr(card, name, value)
-    card.card_hash = hashlib.sha256(card.SerializeToString(deterministic=True)).hexdigest()
+    nameless = ModelCard()
+    nameless.CopyFrom(card)
+    nameless.ClearField("model_id")
+    card.card_hash = hashlib.sha256(nameless.SerializeToString(deterministic=True)).hexdigest()
     return card
 
 

@@ -11,7 +11,9 @@ from tiny_world import TinyWorld
 from graftline.cli_cluster import _PER_ROLE, _spec, cluster_options
 from graftline.cli_worker import ENGINE_OPTIONS, engine_options, worker_config, worker_parameters
 from graftline.engine.config import Role, StageMode
+from graftline.engine.models.checkpoint import open_checkpoint
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
+from graftline.engine.worker_engine import worker_facts
 from graftline.errors import InvalidRequestError, OutOfCapacityError
 from graftline.launcher import ClusterSpec, worker_arguments
 from graftline.worker.config import TransportName, WorkerConfig
@@ -44,6 +46,21 @@ def test_every_auto_is_settled(options: EngineOptions) -> None:
     assert config.tree == TreeShape(3, 1, 4)
     assert config.threads == threads_per_stage(2)
     assert config.num_pages >= 1
+
+
+def test_a_model_may_be_given_a_name(options: EngineOptions, world: TinyWorld) -> None:
+    """CASES I60: which changes what requests call it, and not whom its workers may be paired with."""
+    checkpoint = open_checkpoint(world.plain.path)
+    facts = [
+        worker_facts(resolve_engine_config(replace(options, model_name=name), Role.DECODE), checkpoint)
+        for name in ("", "org/tiny")
+    ]
+    assert [fact.card.model_id for fact in facts] == [world.plain.path.name, "org/tiny"]
+    assert facts[0].fingerprint == facts[1].fingerprint
+    assert facts[0].card.card_hash == facts[1].card.card_hash
+    for bad in ("a\nb", "\udcff"):
+        with pytest.raises(InvalidRequestError, match="model_name"):
+            resolve_engine_config(replace(options, model_name=bad), Role.DECODE)
 
 
 def test_without_a_head_nothing_is_drafted(options: EngineOptions) -> None:

@@ -26,7 +26,7 @@ class GenerateOptions(TypedDict, total=False):
     Attributes:
         request_id: a label of the caller's own.
         model: needed when the router serves several.
-        temperature: 0 is greedy; default 1.
+        temperature: 0 is greedy; default: what the model's makers say, or 1. So with top_k, top_p and min_p.
         logprobs: number of top logprobs a token; 0 gives the emitted token's alone.
         n: independent choices.
         stop: texts that end a choice and are not returned.

@@ -1,6 +1,7 @@
 """A worker's facts as messages."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from graftline.engine.models.card import ModelCardData
 from graftline.engine.worker_engine import WorkerFacts
@@ -21,6 +22,7 @@ def card_message(card: ModelCardData, *, with_text: bool) -> common_pb2.ModelCar
         chat_template=card.chat_template if with_text else "",
         special_tokens=card.special_tokens,
         card_hash=card.card_hash,
+        sampling_defaults=common_pb2.SamplingDefaults(**asdict(card.sampling)),
     )
 
 

@@ -47,6 +47,7 @@ class EngineOptions:
 
     Attributes:
         model: known name, directory or GGUF file.
+        model_name: what requests call it; empty: the known name, or that of the directory or file.
         draft_head: directory of the draft head; "mtp": the module that the model's own checkpoint carries; "auto": the
             one beside the model, else its MTP module; "none": no speculation.
         speculation: False turns it off whatever heads there are.
@@ -75,6 +76,7 @@ class EngineOptions:
 
     model: str = DEFAULT_MODEL
     draft_head: str = AUTO
+    model_name: str = ""
     speculation: bool = True
     draft_depth: int = 0
     draft_branching: int = 0
@@ -125,6 +127,7 @@ def resolve_engine_config(options: EngineOptions, role: Role, host: Host = Host(
     tree = tree_shape(options, devices[0]) if head is not None else NO_SPECULATION
     config = EngineConfig(
         model=str(path),
+        model_name=options.model_name,
         role=role,
         draft_head=head_name,
         dtype=options.dtype,

@@ -12,7 +12,7 @@ const ROUTER = __ENV.ROUTER || '127.0.0.1:7000';
 const USERS = Number(__ENV.USERS || 64);
 const SECONDS = Number(__ENV.SECONDS || 60);
 const TOKENS = Number(__ENV.TOKENS || 16);
-const TOKEN = __ENV.TOKEN || '';
+const METADATA = __ENV.TOKEN ? { authorization: `Bearer ${__ENV.TOKEN}` } : {};
 
 const firstToken = new Trend('first_token', true);
 const wholeAnswer = new Trend('whole_answer', true);
@@ -32,14 +32,14 @@ export const options = {
 
 export default function () {
   if (!isConnected) {
-    client.connect(ROUTER, { plaintext: true, reflect: true, timeout: '30s' });
+    client.connect(ROUTER, { plaintext: true, reflect: true, reflectMetadata: METADATA, timeout: '30s' });
     isConnected = true;
   }
   const number = (exec.vu.idInTest * 7 + exec.vu.iterationInInstance) % 16;
   const begin = Date.now();
   let [text, ids, finish, failure] = ['', [], null, null];
   const stream = new grpc.Stream(client, 'graftline.v1.RouterService/Generate', {
-    metadata: TOKEN ? { authorization: `Bearer ${TOKEN}` } : {},
+    metadata: METADATA,
   });
   stream.on('data', (message) => {
     if (message.tokenIds && message.tokenIds.length) {

@@ -49,9 +49,12 @@ def test_special_tokens_in_either_form_and_file(tiny: Path) -> None:
 
 
 def test_a_leading_bos_is_found(tiny: Path) -> None:
+    """CASES I57: whoever adds it, and in whichever form it is written."""
     assert settings(tiny, add_bos_token=False).bos_token_id == -1
     assert settings(tiny, add_bos_token=True).bos_token_id == 256
-    settings(tiny, add_bos_token=False)
+    written = {"__type": "AddedToken", "content": "<|im_start|>", "special": True}
+    assert settings(tiny, bos_token=written).bos_token_id == 257, "as tokenizers write tokens with properties"
+    assert settings(tiny, add_bos_token=False).bos_token_id == -1
     content = json.loads((tiny / "tokenizer.json").read_text())
     content["post_processor"] = {
         "type": "TemplateProcessing",

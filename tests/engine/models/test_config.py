@@ -150,6 +150,26 @@ def test_files(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (2, 3)
 
 
+@pytest.mark.parametrize("end", ["<end>", {"__type": "AddedToken", "content": "<end>"}])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
+def test_the_tokenizers_end_is_one(tmp_path: Path, file: str, end: Any) -> None:
+    """CASES I63: of a model trained to chat, whose config is that of its base."""
+    (tmp_path / "config.json").write_text(json.dumps({**RAW, "eos_token_id": 1}))
+    added = {"5": {"content": "<other>"}, "7": {"content": "<end>"}}
+    settings = {"eos_token": end, **({"added_tokens_decoder": added} if file == "tokenizer_config.json" else {})}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if file == "tokenizer.json":
+        tokens = [{"id": int(token_id), **entry} for token_id, entry in added.items()]
+        (tmp_path / file).write_text(json.dumps({"added_tokens": tokens}))
+    assert read_config(tmp_path).eos_token_ids == (1, 7)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
+    assert read_config(tmp_path).eos_token_ids == (1, 7, 3)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    assert read_config(tmp_path).eos_token_ids == (1, 7, 3)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<nowhere>"}')
+    assert read_config(tmp_path).eos_token_ids == (1, 7, 3)
+
+
 @pytest.mark.parametrize(("content", "says"), [(None, "cannot read"), ("{", "not JSON"), ("[]", "no JSON object")])
 def test_unreadable_files(content: str | None, says: str, tmp_path: Path) -> None:
     if content is not None:
