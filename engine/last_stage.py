@@ -18,7 +18,7 @@ from graftline.engine.plan import (
     StepResult,
     StepTokens,
 )
-from graftline.engine.prompt_end import Extend, PromptEnd
+from graftline.engine.prompt_end import CapturedStep, PromptEnd
 from graftline.engine.request import DraftTree
 from graftline.engine.sampler import SampledRow, Sampler
 from graftline.engine.verify import NO_FINITE_LOGIT, accepted_path
@@ -85,7 +85,7 @@ class LastStage:
         pages: Mapping[int, Sequence[int]],
         drafted: Callable[[], None],
         emit: Callable[[StepTokens | StepResult], None],
-        extend: Extend | None = None,
+        step: CapturedStep | None = None,
     ) -> None:
         """Ends a step.
 
@@ -94,10 +94,10 @@ class LastStage:
             features: [rows, hidden] each: the layers that the drafter wants, ascending, each once.
             pages: page table of every slot.
             drafted: called once all that is written to drafter pages has been launched.
-            extend: makes the drafter's rows final where that was captured with the step.
+            step: what was captured with it.
         """
         if self._prompt_end is not None and self._prompt_end.takes(plan):
-            self._prompt_end.finish(plan, hidden, features, pages, drafted, emit, extend)
+            self._prompt_end.finish(plan, hidden, features, pages, drafted, emit, step)
             return
         verdicts = self._judge(plan.segments, self._sample(plan.segments, hidden))
         if plan.early_tokens and any(verdict.outcome.tokens for verdict in verdicts):

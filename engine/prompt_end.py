@@ -8,6 +8,7 @@ if they have by then), trees behind them.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +25,16 @@ from graftline.kernels.draft_inputs import gather_columns
 from graftline.kernels.upload import upload
 
 Emit = Callable[[StepTokens | StepResult], None]
-# See `PromptGraphs.extend`.
-Extend = Callable[[Sequence[Tensor], Sequence[int], Tensor, Tensor], Tensor]
+
+
+class CapturedStep(Protocol):
+    """A step whose end was captured too; see `PromptGraphs`."""
+
+    def judge(self, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head says of rows."""
+
+    def extend(self, columns: Sequence[Tensor], next_tokens: Sequence[int], ends: Tensor, ids: Tensor) -> Tensor:
+        """Makes the drafter's rows final."""
 
 
 class PromptEnd:
@@ -61,16 +70,17 @@ class PromptEnd:
         pages: Mapping[int, Sequence[int]],
         drafted: Callable[[], None],
         emit: Emit,
-        extend: Extend | None = None,
+        step: CapturedStep | None = None,
     ) -> None:
         """Ends a step; see `LastStage.finish`."""
         ends = _ends(plan.segments)
         rows = upload([end.row for end in ends], torch.int64, self._device)
-        ids = self._sample(ends, rows, hidden) if ends else None
+        ids = self._sample(ends, rows, hidden, step) if ends else None
         told = None if ids is None else _Landing.of(ids)
         columns = feature_columns(self._drafter.feature_layers, features, lambda: self._model.final_norm(hidden))
         drawn = rows if ids is None else ids.clamp(min=0)
-        outputs = (extend or partial(self._extend, plan.segments, pages))(columns, _next(plan.segments), rows, drawn)
+        extend = partial(self._extend, plan.segments, pages) if step is None else step.extend
+        outputs = extend(columns, _next(plan.segments), rows, drawn)
         drafted()
         outcomes = {segment.slot: SegmentOutcome(segment.slot, [], [], [], [], "") for segment in plan.segments}
 
@@ -104,9 +114,12 @@ class PromptEnd:
                     outcomes[slot] = outcomes[slot].with_tree(tree_of(row))
         emit(StepResult(plan.step, plan.microbatch, list(outcomes.values())))
 
-    def _sample(self, ends: Sequence["_End"], rows: Tensor, hidden: Tensor) -> Tensor:
-        logits = self._model.logits(self._model.final_norm(hidden[rows]))
-        return self._sampler.draw_ids(logits, [end.sampled for end in ends])
+    def _sample(self, ends: Sequence["_End"], rows: Tensor, hidden: Tensor, step: CapturedStep | None) -> Tensor:
+        sampled = [end.sampled for end in ends]
+        if step is None:
+            return self._sampler.draw_ids(self._model.logits(self._model.final_norm(hidden[rows])), sampled)
+        logits, most_likely = step.judge(rows)
+        return self._sampler.draw_ids(logits, sampled, most_likely)
 
     def _extend(
         self,

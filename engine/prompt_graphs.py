@@ -1,8 +1,8 @@
 """A stage's layers over chunks of prompts, captured: a step of few rows waits for some nine launches a layer otherwise.
 
-On the last stage the drafter's rows are captured too, behind the tokens that are drawn between. A step is padded to one
-of a few sizes. Padding rows belong to no prompt: they are computed for nothing and written nowhere. Attention is
-Triton's here, whose kernels read all they need to know on the device.
+On the last stage what follows is captured too: the head of prompts' last rows, and the drafter's rows behind the tokens
+that are drawn between. A step is padded to one of a few sizes. Padding rows belong to no prompt: they are computed for
+nothing and written nowhere. Attention is Triton's here, whose kernels read all they need to know on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.pages import num_pages_for
 from graftline.kernels.attention_batch import AttentionBatch, SegmentRows
+from graftline.kernels.sample import argmax
 from graftline.kernels.upload import int_starts, pad_rows, upload, upload_into
 
 _LEAST_ROWS, _MOST_ROWS = 16, 2048
@@ -53,7 +54,7 @@ class PromptGraphs:
         hidden_size: columns of the residual stream.
         dtype: of the residual stream.
         max_pages: of a prompt.
-        drafter: whose rows follow, one that can be captured; None where none do.
+        drafter: whose rows follow behind the head, one that can be captured; None where none do.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class PromptGraphs:
         self._graph_pool = GraphPool(device, captures=captures)
         self._sizes: list[_Size] = []
         self._ran: _Size | None = None
+        self._verdicts: tuple[Tensor, Tensor] | None = None  # logits and the largest's ids, for all sizes
 
     def capture(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Warms steps of these (rows, prompts) up and, on CUDA, captures them. Only padding is computed.
@@ -92,6 +94,7 @@ class PromptGraphs:
             size = _Size(rows, prompts, *self._inputs(rows, prompts))
             size.graph = self._graph_pool.capture(partial(self._run, size))
             if self._drafter is not None:
+                size.head = self._head(size)
                 size.drafts = self._drafts(self._drafter, size)
             num_bytes += size.num_bytes
             self._sizes.insert(0, size)
@@ -120,9 +123,31 @@ class PromptGraphs:
         }
 
     @property
-    def extends(self) -> bool:
-        """Whether `extend` can follow a step."""
+    def is_followed(self) -> bool:
+        """Whether `judge` and `extend` can follow a step."""
         return self._drafter is not None
+
+    def judge(self, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head says of rows of the last step.
+
+        Args:
+            ends: [ends] int64 rows, one a prompt at most.
+
+        Returns:
+            ([ends, vocab] float32 logits, [ends] int64 the largest's ids, -1 where no logit is finite); the next step
+            overwrites them.
+        """
+        assert self._ran is not None
+        assert self._ran.head is not None
+        head, count = self._ran.head, ends.shape[0]
+        head.ends[:count] = ends
+        if head.graph is None:
+            head.run()
+        else:
+            head.graph.replay()
+        assert self._verdicts is not None
+        logits, ids = self._verdicts
+        return logits[:count], ids[:count]
 
     def extend(self, columns: Sequence[Tensor], next_tokens: Sequence[int], ends: Tensor, ids: Tensor) -> Tensor:
         """Makes the drafter's rows of the last step final.
@@ -144,6 +169,22 @@ class PromptGraphs:
         drafts.next_tokens.index_copy_(0, ends, ids)
         outputs = drafts.run() if drafts.graph is None else drafts.graph.replay()
         return outputs[:rows]
+
+    def _head(self, size: "_Size") -> "_Head":
+        ends = torch.zeros(size.prompts, dtype=torch.int64, device=self._device)
+        run = partial(self._run_head, size, ends)
+        return _Head(ends, run, self._graph_pool.capture(run))
+
+    def _run_head(self, size: "_Size", ends: Tensor) -> Tensor:
+        logits = self._model.logits(self._model.final_norm(size.outputs[0][ends]))
+        if self._verdicts is None:
+            most = max(size.prompts, _PROMPTS)
+            ids = torch.empty(most, dtype=torch.int64, device=self._device)
+            self._verdicts = torch.empty(most, logits.shape[1], dtype=logits.dtype, device=self._device), ids
+        verdicts, ids = self._verdicts
+        verdicts[: size.prompts] = logits
+        ids[: size.prompts] = argmax(logits)
+        return ids
 
     def _drafts(self, drafter: Drafter, size: "_Size") -> "_Drafts":
         columns = len(drafter.feature_layers) * self._hidden_size
@@ -168,6 +209,15 @@ class PromptGraphs:
         hidden, captured = self._model.run_layers(size.hidden, size.batch(self._pool), self._pool, self._capture)
         size.outputs = (hidden, *(captured[layer] for layer in self._capture))
         return hidden
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Head:
+    """The head of a size's last rows: which they are, the work, and what captured it."""
+
+    ends: Tensor
+    run: Callable[[], Tensor]
+    graph: CapturedGraph | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,13 +254,14 @@ class _Size:
     tables: Tensor
     outputs: tuple[Tensor, ...] = ()
     graph: CapturedGraph | None = None
+    head: _Head | None = None
     drafts: _Drafts | None = None
 
     @property
     def num_bytes(self) -> int:
         """Device memory that the graphs took."""
-        graphs = (self.graph, None if self.drafts is None else self.drafts.graph)
-        return sum(graph.num_bytes for graph in graphs if graph is not None)
+        captured = (self.graph, *(part.graph for part in (self.head, self.drafts) if part is not None))
+        return sum(graph.num_bytes for graph in captured if graph is not None)
 
     def batch(self, pool: KvPool) -> AttentionBatch:
         """The step's rows; its segments are known on the device alone."""

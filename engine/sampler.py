@@ -40,11 +40,15 @@ class Sampler:
         is_free = row.position >= opening.min_ending_position or not opening.ending_ids
         return opening.logprobs < 0 and not opening.logit_bias and is_free
 
-    def draw_ids(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-        """Tokens of plain rows, without a wait for the device: [rows] int64, -1 where no logit was finite."""
+    def draw_ids(self, logits: Tensor, rows: Sequence[SampledRow], most_likely: Tensor | None = None) -> Tensor:
+        """Tokens of plain rows, without a wait for the device: [rows] int64, -1 where no logit was finite.
+
+        Args:
+            most_likely: [rows] ids of the largest logits, if they are known.
+        """
         openings = [self._openings[row.slot] for row in rows]
         if all(opening.temperature == 0 for opening in openings):
-            return argmax(logits)
+            return argmax(logits) if most_likely is None else most_likely
         positions = upload([row.position for row in rows], torch.int64, self._device)
         return sample(logits, _sampling_rows(openings, self._device), positions)
 

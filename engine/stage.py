@@ -14,7 +14,7 @@ from graftline.engine.kv_pool import KvPool
 from graftline.engine.last_stage import LastStage
 from graftline.engine.models.target_model import TargetModel
 from graftline.engine.plan import Segment, StepPlan, StepReport
-from graftline.engine.prompt_end import Extend
+from graftline.engine.prompt_end import CapturedStep
 from graftline.engine.prompt_graphs import PromptGraphs
 from graftline.engine.round_results import RoundReader
 from graftline.engine.stage_states import StageStates
@@ -96,13 +96,13 @@ class Stage:
         if plan.round_size:
             return self._execute_round(plan, payload, emit)
         self._compact(plan.segments)
-        hidden, captured, earlier, extend = self._run_layers(plan, payload)
+        hidden, captured, earlier, step = self._run_layers(plan, payload)
         features = [*earlier, *(captured[layer] for layer in self._capture)]
         self._gate.mark(plan.step, drafter=False)
         if self._last is None:
             return torch.cat((hidden, *features), dim=-1) if features else hidden
         drafted = partial(self._gate.mark, plan.step, drafter=True)
-        self._last.finish(plan, hidden, features, self._pages, drafted, emit, extend)
+        self._last.finish(plan, hidden, features, self._pages, drafted, emit, step)
         return None
 
     def forget(self, slot: int) -> None:
@@ -126,20 +126,17 @@ class Stage:
 
     def _run_layers(
         self, plan: StepPlan, payload: Tensor | None
-    ) -> tuple[Tensor, dict[int, Tensor], list[Tensor], Extend | None]:
-        """(residual stream behind the layers, own features, earlier stages' features) of a planned step, and what makes
-        the drafter's rows of a captured one final."""
+    ) -> tuple[Tensor, dict[int, Tensor], list[Tensor], CapturedStep | None]:
+        """(residual stream behind the layers, own features, earlier stages' features) of a planned step, and what can
+        follow a captured one."""
         segments = [
             SegmentRows(segment.start, segment.num_rows, self._pages[segment.slot], segment.parents)
             for segment in plan.segments
         ]
         if self._prompts is not None and self._prompts.takes(segments):
             hidden, earlier = self._enter(plan, payload)
-            return (
-                *self._prompts.run(hidden, segments),
-                earlier,
-                self._prompts.extend if self._prompts.extends else None,
-            )
+            step = self._prompts if self._prompts.is_followed else None
+            return *self._prompts.run(hidden, segments), earlier, step
         batch = build_attention_batch(segments, self._pool.geometry.page_size, self._device)
         states = None
         if self._states is not None:

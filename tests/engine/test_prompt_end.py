@@ -72,13 +72,13 @@ def test_a_token_that_is_there_does_not_wait_until_its_tree_is_launched(
     finish, grow = PromptEnd.finish, Drafter.grow_unseen
 
     def spied_finish(self: PromptEnd, *arguments: Any) -> None:
-        *others, emit, extend = arguments
+        *others, emit, step = arguments
 
         def told(message: StepTokens | StepResult) -> None:
             happened.append(type(message).__name__)
             emit(message)
 
-        finish(self, *others, told, extend)
+        finish(self, *others, told, step)
 
     def spied_grow(self: Drafter, *arguments: Any) -> Tensor:
         happened.append("grow")

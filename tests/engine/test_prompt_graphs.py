@@ -45,6 +45,12 @@ class Layers:
         self.batches.append(batch)
         return hidden + 1, {layer: hidden * layer for layer in capture}
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return hidden * 2
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return torch.cat((normed, -normed), dim=1)
+
 
 def graphs(layers: Layers, capture: tuple[int, ...] = ()) -> PromptGraphs:
     pool = KvPool(KvGeometry(1, PAGE, 1, 8, torch.float32), 10, layers=(0,))
@@ -162,16 +168,20 @@ class Rows:
         return torch.cat((features, next_tokens.unsqueeze(1).float()), dim=1)
 
 
-def test_a_drafter_s_rows_follow() -> None:
+def test_head_and_drafter_follow() -> None:
     pool = KvPool(KvGeometry(1, PAGE, 1, 8, torch.float32), 10, layers=(0,))
     rows = Rows()
     steps = PromptGraphs(Layers(), pool, (3, 5), 2, torch.float32, 6, CPU, drafter=rows)  # type: ignore[arg-type]
     steps.capture([(16, 2), (32, 2)])
-    assert steps.extends
+    assert steps.is_followed
     hidden = torch.arange(16, dtype=torch.float32).view(8, 2)
     for _ in range(2):  # nothing is left of the first
         rows.batches.clear()
         _, features = steps.run(hidden, SEGMENTS)
+        logits, ids = steps.judge(torch.tensor([2, 7]))
+        assert logits.equal(torch.cat((2 * (hidden[[2, 7]] + 1), -2 * (hidden[[2, 7]] + 1)), dim=1))
+        assert ids.tolist() == [1, 1]
+        assert steps.judge(torch.tensor([5]))[0].tolist() == [[*(2 * (hidden[5] + 1)), *(-2 * (hidden[5] + 1))]]
         columns = [features[5], features[3]]
         outputs = steps.extend(columns, [9] * 8, torch.tensor([2, 7]), torch.tensor([40, 41]))
         assert outputs[:, :4].equal(torch.cat(columns, dim=1))
@@ -179,4 +189,4 @@ def test_a_drafter_s_rows_follow() -> None:
         (batch,) = rows.batches
         assert batch.num_rows == 16
         hidden = hidden + 1
-    assert not graphs(Layers()).extends
+    assert not graphs(Layers()).is_followed
