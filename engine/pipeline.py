@@ -190,7 +190,7 @@ class Pipeline:
                 self._fail(stage, f"silent for {silent_s:.1f} s")
                 if stage in self._children:
                     self._children[stage].kill()  # it would not hear that it is to stop
-        for alive in self._alive.values():
+        for alive in self.stage_load():
             if alive.order_beats * beat_s > self._config.step_timeout_s:
                 self._fail(alive.stage, f"a control message is being obeyed for {alive.order_beats * beat_s:.1f} s")
         self._sequence += 1
@@ -201,7 +201,8 @@ class Pipeline:
 
     def stage_load(self) -> Sequence[StageAlive]:
         """The last sign of life of every stage that gave one."""
-        return [self._alive[stage] for stage in sorted(self._alive)]
+        alive = self._alive.copy()  # a stage may speak for the first time meanwhile
+        return [alive[stage] for stage in sorted(alive)]
 
     def stop(self, timeout_s: float) -> None:
         """Ends every stage; what does not end in time is killed."""
@@ -232,13 +233,11 @@ class Pipeline:
             leave_job(max(1.0, deadline - time.monotonic()), abort=self._failed or is_cuda)
 
     def _say_stop(self) -> None:
-        try:
-            if self._plans is not None:
-                self._plans.send(Stop())
-            for control in self._controls:
-                control.send(Stop())
-        except PeerUnavailableError as error:
-            logger.warning("a stage was gone before it was told to stop: %s", error)
+        for link in (*([self._plans] if self._plans is not None else []), *self._controls):
+            try:
+                link.send(Stop())
+            except PeerUnavailableError as error:  # the others are to hear it all the same
+                logger.warning("a stage was gone before it was told to stop: %s", error)
 
     # --- reports ---------------------------------------------------------------------------------------------
 
