@@ -286,7 +286,7 @@ class PrefillScheduler:
             shared = self._pages.find(job.keys)[: (job.prompt_len - 1) // page_size]  # one token must be computed
         self._pages.hold(shared)
         if wanted - len(shared) > self._pages.num_available:
-            self._pages.release(shared)
+            self._pages.release(reversed(shared))  # as in `_forget`
             return False
         job.pages = shared + self._pages.allocate(wanted - len(shared))
         job.planned = job.cached = len(shared) * page_size
