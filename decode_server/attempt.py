@@ -6,7 +6,6 @@ of the stream is synchronous: a message is taken, the machine steps, its actions
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,6 +35,7 @@ from graftline.engine.service_api import (
 from graftline.errors import GraftlineError, OutOfCapacityError, PeerUnavailableError
 from graftline.proto.channel import Metadata
 from graftline.proto.v1 import prefill_pb2
+from graftline.worker.mailbox import Mailbox
 from graftline.worker.translate import handoff_from, token_from, tree_from, tree_origin_from
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Attempt:
         self._on_quarantine = on_quarantine
         self._trace = trace
         self._state = handoff.State(wants_pages=request.num_earlier_tokens + 1 < request.stopping.max_tokens)
-        self._posted: deque[handoff.Message] = deque()
+        self._mailbox: Mailbox[handoff.Message] = Mailbox(self._step)
         self._first_token: Token | None = None
         self._loop = asyncio.get_running_loop()
         self._to_prefill: asyncio.Queue[prefill_pb2.PrefillRequest | None] = asyncio.Queue()
@@ -252,17 +252,11 @@ class Attempt:
 
     def post(self, message: handoff.Message) -> None:
         """Takes a message and acts on it; never blocks. An action may post in its turn."""
-        self._posted.append(message)
-        if len(self._posted) > 1:
-            return
-        while self._posted:
-            try:
-                if not self._state.ended:
-                    self._step(self._posted[0])
-            finally:  # a step that raises must not keep the ones behind it
-                self._posted.popleft()
+        self._mailbox.post(message)
 
     def _step(self, message: handoff.Message) -> None:
+        if self._state.ended:
+            return
         self._trace.saw(message)
         self._state, actions = handoff.step(self._state, message)
         for action in actions:

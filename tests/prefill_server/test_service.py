@@ -199,6 +199,23 @@ async def test_a_refusal_of_the_engine() -> None:
         assert "queue is full" in response.failed.reason
 
 
+async def test_a_fault_of_the_engine_ends_the_handoff_alone() -> None:
+    """It would stay open for ever, and the end of the worker wait for it."""
+    async with prefill_side() as side, paired(side) as stub:
+        side.engine.refusal = ZeroDivisionError("a fault of ours")
+        call = stub.Prefill()
+        await call.write(start(side))
+        _, response = await next_event(call)
+        assert (response.failed.code, response.failed.drained) == (prefill_pb2.PREFILL_FAILURE_INTERNAL, True)
+        assert response.failed.reason == "ZeroDivisionError: a fault of ours"
+        side.engine.refusal = None
+        call = stub.Prefill()
+        await call.write(start(side, "next"))
+        await call.write(DESTINATION)
+        assert (await events(call))[-1] == "finished"
+        assert side.service.num_open == 0
+
+
 async def test_one_attempt_is_open_once() -> None:
     async with prefill_side("computing") as side, paired(side) as stub:
         first, second = stub.Prefill(), stub.Prefill()
