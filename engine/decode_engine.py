@@ -229,6 +229,7 @@ class DecodeScheduler:
 
     def _beat(self) -> None:
         self._quarantine.expire()
+        self._refuse_stranded()
         self._pipeline.beat()
         self._load = self._snapshot()
 
@@ -276,6 +277,21 @@ class DecodeScheduler:
             request.slot = self._slots.take()
             request.phase = Phase.RESERVED
             self._say(request, Reserved(Destination(tuple(request.pages), request.slot)))
+
+    def _refuse_stranded(self) -> None:
+        """Ends the wait of those for whom no one who ends makes room, but the end of a quarantine alone."""
+        pages = self._pages.gauges()
+        usable = pages.total - pages.quarantined
+        num_holders = len(self._requests) - len(self._line)
+        has_slots = num_holders > 0 or self._slots.num_free > 0
+        for request in list(self._line):
+            is_stranded = self._prompt_pages(request) > usable or not has_slots
+            request.stranded_beats = request.stranded_beats + 1 if is_stranded else 0
+            if request.stranded_beats * self._config.heartbeat_s > self._config.quarantine_wait_s:
+                reason = f"{pages.quarantined} of {pages.total} pages are in quarantine: a prefill was lost"
+                logger.warning("%s is refused: %s", request.request.key, reason)
+                self._forget(request)
+                self._say(request, DecodeFailed(reason, DecodeFailure.OUT_OF_CAPACITY))
 
     def _fits(self, num_pages: int, request: DecodeRequest) -> bool:
         return self._prompt_pages(request) <= num_pages

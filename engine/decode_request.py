@@ -1,7 +1,6 @@
 """The state of one request on a decode engine, and the arithmetic of its rounds."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +48,7 @@ class DecodeRequest:
         ended: nothing more is wanted of it; what it holds is given back once no round is under way.
         preempt_wanted: an older request needs its pages.
         preempt_forced: preempted whatever happens, as soon as no round is under way.
+        stranded_beats: heartbeats since nothing but the end of a quarantine can make room for it.
         rounds, drafted, accepted, first_round_drafted, first_round_accepted: see `counts`.
         ending_ids: tokens that end it.
     """
@@ -76,7 +76,7 @@ class DecodeRequest:
     accepted: int = 0
     first_round_drafted: int = 0
     first_round_accepted: int = 0
-    arrived_s: float = field(default_factory=time.monotonic)
+    stranded_beats: int = 0
     ending_ids: frozenset[int] = field(init=False)
     _plain_from: float = field(init=False)  # output length
     _grown: "DraftTree | Outcome" = field(default_factory=lambda: DraftTree.root_only(0))
