@@ -247,7 +247,8 @@ WORKER_STARTED = _service("worker_requests_started_total", Kind.COUNTER, "Reques
 WORKER_ENDED = _service(
     "worker_requests_ended_total",
     Kind.COUNTER,
-    "Requests taken that ended, by outcome: finished, stop, length, or an error class. Started minus ended is open.",
+    "Requests taken that ended, by outcome: stop, length or an error class; of a prefill finished, cancelled or a "
+    "failure. Started minus ended is open.",
     ("role", "outcome"),
 )
 WORKER_REQUEST_TIME = _service(
