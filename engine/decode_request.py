@@ -162,7 +162,7 @@ class DecodeRequest:
 
     def opening(self) -> SlotOpening:
         """What the last stage must know."""
-        return slot_opening(self.request, int(self.slot))
+        return SlotOpening.of(self.request, int(self.slot))
 
     def page_change(self) -> PageChange | None:
         """Pages that the stages do not know yet."""
@@ -233,20 +233,3 @@ class DecodeRequest:
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
-
-
-def slot_opening(request: Request, slot: int) -> SlotOpening:
-    """How the last stage samples for a request."""
-    sampling, stopping = request.sampling, request.stopping
-    return SlotOpening(
-        slot=slot,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        logit_bias=dict(sampling.logit_bias),
-        ending_ids=sorted(stopping.ending_ids),
-        min_ending_position=request.num_prompt_tokens + stopping.min_tokens,
-        logprobs=-1 if request.logprobs is None else request.logprobs,
-    )
