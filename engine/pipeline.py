@@ -118,6 +118,7 @@ class Pipeline:
         self._inbox = inbox
         self._layouts: dict[int, bytes] = {}
         self._graph_bytes: dict[int, int] = {}
+        self._ring_bytes: dict[int, int] = {}
         self._all_ready = threading.Event()
         self._start_failure: str | None = None
         self._alive: dict[int, StageAlive] = {}
@@ -166,6 +167,11 @@ class Pipeline:
     def graph_bytes(self) -> Sequence[int]:
         """What the captured graphs of every stage took of its GPU, stage by stage."""
         return [self._graph_bytes[stage] for stage in range(self._config.num_stages)]
+
+    @property
+    def ring_bytes(self) -> Sequence[int]:
+        """What of every stage's GPU the others write to, stage by stage."""
+        return [self._ring_bytes[stage] for stage in range(self._config.num_stages)]
 
     def submit(self, plan: StepPlan) -> None:
         """Starts a step; its result arrives in the inbox."""
@@ -244,8 +250,9 @@ class Pipeline:
     def put(self, report: Report) -> None:
         """Takes a report from any stage: keeps the signs of life, passes the rest on."""
         match report:
-            case StageReady(stage=stage, layout=layout, graph_bytes=graph_bytes):
+            case StageReady(stage=stage, layout=layout, graph_bytes=graph_bytes, ring_bytes=ring_bytes):
                 self._graph_bytes[stage] = graph_bytes
+                self._ring_bytes[stage] = ring_bytes
                 self._layouts[stage] = layout
                 self._answered[stage] = self._sequence
                 if len(self._layouts) == self._config.num_stages:
@@ -296,6 +303,7 @@ class Pipeline:
         returns: Sequence[Payloads] = (),
         *,
         by_memory: bool = False,
+        ring_bytes: int = 0,
     ) -> None:
         control = LocalLink()
         self._controls.append(control)
@@ -319,7 +327,7 @@ class Pipeline:
         )
         self._workers.append(worker)
         worker.start()
-        self.put(StageReady(stage, layout, built.graph_bytes))
+        self.put(StageReady(stage, layout, built.graph_bytes, ring_bytes))
 
     def _start_processes(self, deadline: float) -> None:
         count = self._config.num_stages
@@ -329,7 +337,9 @@ class Pipeline:
         self._plans = plans
         queued_plans = QueuedSender(ends.downstream, "plan-sender", partial(self._fail, 1))
         self._queued.append(queued_plans)
-        self._start_local_stage(0, plans, queued_plans, returns=ends.returns, by_memory=ends.by_memory)
+        self._start_local_stage(
+            0, plans, queued_plans, returns=ends.returns, by_memory=ends.by_memory, ring_bytes=ends.ring_bytes
+        )
         for stage, hub in enumerate(hubs, start=1):
             queued = QueuedSender(hub.control, f"stage-{stage}-sender", partial(self._fail, stage))
             self._queued.append(queued)

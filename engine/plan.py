@@ -223,12 +223,14 @@ class Stop(_Message, frozen=True):
 
 class StageReady(_Message, frozen=True):
     """A stage has built its pools. `layout` is opaque to the engine: the service's own encoding of where its
-    pools lie. `graph_bytes` is what its captured graphs took of its GPU.
+    pools lie. `graph_bytes` is what its captured graphs took of its GPU, `ring_bytes` what stages on other GPUs write
+    to.
     """
 
     stage: int
     layout: bytes
     graph_bytes: int = 0
+    ring_bytes: int = 0
 
 
 class StageAlive(_Message, frozen=True):

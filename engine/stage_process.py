@@ -85,7 +85,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     links = StageLinks(ends.upstream, downstream, star.control, star.results, star.reports)
     worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, stream, end.tell)
     keep_what_is_there()
-    star.reports.send(StageReady(stage, layout, built.graph_bytes))
+    star.reports.send(StageReady(stage, layout, built.graph_bytes, ends.ring_bytes))
     worker.start()
     reason = end.wait_for(worker)
     if reason is not None:

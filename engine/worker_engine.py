@@ -95,7 +95,7 @@ class WorkerEngine(Generic[Scheduler]):
     """
 
     def __init__(self, facts: WorkerFacts, scheduler: Scheduler, pipeline: Pipeline) -> None:
-        memory = None if facts.memory is None else facts.memory.started(pipeline.graph_bytes)
+        memory = None if facts.memory is None else facts.memory.started(pipeline.graph_bytes, pipeline.ring_bytes)
         self.facts = replace(facts, memory=memory)
         self.scheduler: Scheduler = scheduler
         self._pipeline = pipeline

@@ -225,7 +225,7 @@ WORKER_STAGE_STEPS = _engine("worker_stage_steps_total", Kind.COUNTER, "Steps a 
 WORKER_PLANNED_BYTES = _engine(
     "worker_planned_bytes",
     Kind.GAUGE,
-    "Bytes of the memory plan, by stage and part: weights, the pools the plan names, and captured graphs as measured.",
+    "Bytes of the memory plan, by stage and part: weights, the pools the plan names, and graphs and rings as measured.",
     ("role", "stage", "part"),
 )
 WORKER_RESIDENT_BYTES = _engine(

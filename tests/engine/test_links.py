@@ -99,6 +99,9 @@ def peer(flood: int, channel: Channel) -> Iterator[tuple[DistributedLink, StageS
         yield ends.downstream, ends.stars[0], child
         child.wait(30)
         if memory is not None:
+            is_tried = {own_memory, their_memory}.isdisjoint({"none", "allocate", "open"})
+            assert (memory.num_held > 0) is is_tried, "what nothing went by is given back"
+            assert (ends.ring_bytes > 0) is ends.by_memory
             assert (memory.copied > 4) is ends.by_memory, "more than the trial went through memory, if anything"
     finally:
         child.kill()
