@@ -131,6 +131,7 @@ class Attempt:
         trace: AttemptTrace,
     ) -> None:
         assert peer.incarnation is not None, "the peer is paired"
+        peer.num_open += 1  # from now on, not from the task's first step: until then its channel would look idle
         self.request = request
         self.inbox = Inbox()
         self.cached_tokens = 0
@@ -175,7 +176,6 @@ class Attempt:
 
     async def run(self, start: prefill_pb2.PrefillStart, metadata: Metadata) -> None:
         """Opens the stream and pumps it to its end; to be run as a task of the service."""
-        self._peer.num_open += 1
         reason = "the stream ended without a terminal event"
         try:
             self._call = self._peer.stub.Prefill(self._outgoing(start), metadata=metadata)
