@@ -1,6 +1,7 @@
 """The prefill service alone, driven by hand over real gRPC: every message in every state."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -279,6 +280,40 @@ async def test_a_decode_hears_soon_that_its_handoff_was_taken_up() -> None:
         side.engine.let_go("queued")
         assert (await call.read()).HasField("scheduled")
         call.cancel()
+
+
+async def test_a_decode_that_does_not_read_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """That is the decode's doing: no fault of this worker stands in its log."""
+
+    class Deaf:
+        """A context whose writes are not taken."""
+
+        refusal: tuple[Any, ...] = ()
+
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        async def write(self, message: object) -> None:
+            await asyncio.Event().wait()
+
+        async def abort(self, *status: Any) -> None:
+            self.refusal = status
+            raise grpc.aio.AbortError
+
+    settings = ServiceSettings(first_alive_s=0.01, send_timeout_s=0.05)
+    async with prefill_side("queued", settings=settings) as side, paired(side):
+
+        async def requests() -> AsyncIterator[prefill_pb2.PrefillRequest]:
+            yield start(side)
+            await asyncio.Event().wait()
+
+        context = Deaf()
+        with pytest.raises(grpc.aio.AbortError):
+            await asyncio.wait_for(side.service.Prefill(requests(), context), 5)
+        assert context.refusal[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the decode read nothing for 0.05 s")
+        await asyncio.wait_for(side.service.wait_idle(), 5)
+        assert len(side.engine.cancels) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_a_lost_engine_fails_what_is_open() -> None:
