@@ -132,7 +132,7 @@ TIME_TO_FIRST_TOKEN = _router(
 INTER_TOKEN = _router(
     "inter_token_seconds",
     Kind.HISTOGRAM,
-    "Time between two messages of a choice, divided by the tokens of the later one.",
+    "Time between two messages of a choice, divided by the tokens of the later one and counted for each of them.",
     ("model",),
     LATENCY_BUCKETS_S,
 )
@@ -316,7 +316,7 @@ DECODE_QUARANTINES = _service(
 DECODE_INTER_TOKEN = _service(
     "decode_inter_token_seconds",
     Kind.HISTOGRAM,
-    "Time between two messages of a request, divided by the tokens of the later one.",
+    "Time between two messages of a request, divided by the tokens of the later one and counted for each of them.",
     (),
     LATENCY_BUCKETS_S,
     _DECODE,
