@@ -84,11 +84,6 @@ class Callers:
         self._next = 0
         self.stopping = False
 
-    @property
-    def num_begun(self) -> int:
-        """Requests drawn so far."""
-        return self._next
-
     async def run(self, num_callers: int, num_requests: int | None, pace_s: float = 0.0) -> None:
         """Until `num_requests` were asked, or for None until `stopping` is set.
 

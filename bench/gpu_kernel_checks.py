@@ -39,7 +39,6 @@ from graftline.kernels.skinny_linear import (
     skinny_linear_reference,
 )
 from graftline.kernels.tree_batch import TreeBatch
-from graftline.kernels.tree_growth import select_children, select_tree
 
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 _TYPES = (torch.float32, torch.bfloat16)
@@ -87,7 +86,6 @@ def list_checks() -> list[Item]:
                 if k <= count:
                     add(f"top_k {rows}x{count} k {k}", partial(_top_k, rows, count, k))
         add(f"sample {count}", partial(_sample, count))
-    add("select_children, select_tree", _selections)
     add("compact_kv", _compact)
     add("a captured round sees new lengths", _replayed_lengths)
     return items
@@ -316,25 +314,6 @@ def _sample(count: int) -> dict[str, Any]:
     exact = rows.top_p.cpu() == 1
     wrong = int((out.cpu() != expected)[exact].sum())
     return {"error": float(wrong), "bound": 0.0, "top_p_rows_that_differ": int((out.cpu() != expected)[~exact].sum())}
-
-
-def _selections() -> dict[str, Any]:
-    pairs = []
-    for requests, beam, width in ((1, 1, 1), (3, 4, 4), (9, 8, 8)):
-        cum, child = -normal(requests, beam).abs(), -normal(requests, beam, width, seed=1).abs()
-        ids = torch.arange(requests * beam * width, device=device()).view(requests, beam, width)
-        with poisoned_allocations():
-            ours = select_children(cum, child, ids)
-        pairs += list(zip(ours, select_children(cum.cpu(), child.cpu(), ids.cpu()), strict=True))
-    parents = torch.tensor([[-1, -1, *(index // 2 for index in range(70))]] * 5, device=device())
-    scores = -normal(5, 72).abs()
-    for index in range(2, 72):
-        scores[:, index] += scores[:, int(parents[0, index])]
-    for num_drafts in (1, 15, 63):
-        with poisoned_allocations():
-            chosen = select_tree(scores, parents, num_drafts)
-        pairs += list(zip(chosen, select_tree(scores.cpu(), parents.cpu(), num_drafts), strict=True))
-    return _equal(*pairs)
 
 
 def _compact() -> dict[str, Any]:

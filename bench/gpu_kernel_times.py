@@ -21,7 +21,6 @@ from graftline.kernels.skinny_linear import LinearBackend, skinny_gate_up
 from graftline.kernels.skinny_linear_triton import Streaming, choose_streaming, skinny_linear
 from graftline.kernels.skinny_linear_triton import skinny_gate_up as streamed_gate_up
 from graftline.kernels.tree_attention_triton import Tiling, choose_tiling, tree_attention
-from graftline.kernels.tree_growth import select_children, select_tree
 from graftline.kernels.tree_walk import tree_rows, walk_trees
 
 _BF16 = torch.bfloat16
@@ -230,13 +229,8 @@ def _trees(trees: int, warm_up: bool) -> dict[str, Any]:
     parents = torch.tensor([[-1, *(index // 2 for index in range(15))]] * trees, device=device())
     counts = torch.full((trees,), 16, device=device())
     tokens = torch.zeros_like(parents)
-    cum, child = -normal(trees, 4).abs(), -normal(trees, 4, 4).abs()
-    ids = torch.zeros(trees, 4, 4, dtype=torch.int64, device=device())
-    scores, origins = -normal(trees, 52).abs(), torch.full((trees, 52), -1, device=device())
     calls: dict[str, Callable[[], object]] = {
         "tree_rows": partial(tree_rows, parents, counts),
         "walk_trees, all accepted": partial(walk_trees, tokens, parents, counts, tokens, 5),
-        "select_children": partial(select_children, cum, child, ids),
-        "select_tree": partial(select_tree, scores, origins, 15),
     }
     return {"microseconds": {name: 1e6 * seconds_each([call] * 20, repeats) for name, call in calls.items()}}

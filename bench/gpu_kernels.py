@@ -24,7 +24,7 @@ _CHECKS_SHARE = 0.25  # of the time, for the first checks; the others get as muc
 # Parts of names: what rounds of an 8B model use.
 _FIRST_CHECKS = (
     "tree attention bf16 32/8x128 page 16", "4096->4096", "place_qkv bf16 dim 128", "norms bf16 4096", "sample 151936",
-    "7x151936", "select_children", "captured round",
+    "7x151936", "captured round",
 )  # fmt: skip
 _FIRST_TIMES = (
     "copy", "layers 8B", "choices rows 16 of 128256", "choices rows 64 of 128256", "choices rows 1 of 128256",

@@ -6,7 +6,6 @@ of the stream is synchronous: a message is taken, the machine steps, its actions
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,6 +35,7 @@ from graftline.engine.service_api import (
 from graftline.errors import GraftlineError, OutOfCapacityError, PeerUnavailableError
 from graftline.proto.channel import Metadata
 from graftline.proto.v1 import prefill_pb2
+from graftline.worker.mailbox import Mailbox
 from graftline.worker.translate import handoff_from, token_from, tree_from, tree_origin_from
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class Attempt:
         trace: AttemptTrace,
     ) -> None:
         assert peer.incarnation is not None, "the peer is paired"
+        peer.num_open += 1  # from now on, not from the task's first step: until then its channel would look idle
         self.request = request
         self.inbox = Inbox()
         self.cached_tokens = 0
@@ -145,7 +146,7 @@ class Attempt:
         self._on_quarantine = on_quarantine
         self._trace = trace
         self._state = handoff.State(wants_pages=request.num_earlier_tokens + 1 < request.stopping.max_tokens)
-        self._posted: deque[handoff.Message] = deque()
+        self._mailbox: Mailbox[handoff.Message] = Mailbox(self._step)
         self._first_token: Token | None = None
         self._loop = asyncio.get_running_loop()
         self._to_prefill: asyncio.Queue[prefill_pb2.PrefillRequest | None] = asyncio.Queue()
@@ -175,7 +176,6 @@ class Attempt:
 
     async def run(self, start: prefill_pb2.PrefillStart, metadata: Metadata) -> None:
         """Opens the stream and pumps it to its end; to be run as a task of the service."""
-        self._peer.num_open += 1
         reason = "the stream ended without a terminal event"
         try:
             self._call = self._peer.stub.Prefill(self._outgoing(start), metadata=metadata)
@@ -252,17 +252,11 @@ class Attempt:
 
     def post(self, message: handoff.Message) -> None:
         """Takes a message and acts on it; never blocks. An action may post in its turn."""
-        self._posted.append(message)
-        if len(self._posted) > 1:
-            return
-        while self._posted:
-            try:
-                if not self._state.ended:
-                    self._step(self._posted[0])
-            finally:  # a step that raises must not keep the ones behind it
-                self._posted.popleft()
+        self._mailbox.post(message)
 
     def _step(self, message: handoff.Message) -> None:
+        if self._state.ended:
+            return
         self._trace.saw(message)
         self._state, actions = handoff.step(self._state, message)
         for action in actions:

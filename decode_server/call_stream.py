@@ -6,7 +6,7 @@ Knows nothing of requests: each call runs the handler of `Generate`, with a cont
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Iterable
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -44,7 +44,12 @@ Fill = Callable[[DecodeServiceGenerateResponse], None]
 
 
 class CallContext:
-    """What a handler needs of `grpc.aio.ServicerContext`, for one call of a stream."""
+    """What a handler needs of `grpc.aio.ServicerContext`, for one call of a stream.
+
+    Attributes:
+        is_unwanted: the other end has cancelled it.
+        is_answered: it has because the answer is whole.
+    """
 
     def __init__(self, stream: "CallStream", call: CarriedCall) -> None:
         self._stream = stream
@@ -53,6 +58,8 @@ class CallContext:
         self._status: bytes | None = None
         self._has_finished = False
         self.has_ended = False
+        self.is_unwanted = False
+        self.is_answered = False
         self.num_unsent = 0
 
     def invocation_metadata(self) -> Metadata:
@@ -111,8 +118,7 @@ class CallStream:
         self._context = context
         self._handler = handler
         self._send_timeout_s = send_timeout_s
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self._unwanted: set[int] = set()  # running calls that the other end has cancelled
+        self._running: dict[int, tuple[CallContext, asyncio.Task[None]]] = {}
         self._unsent: deque[tuple[CallContext, CarriedEvent | Fill]] = deque()
         self._something = Wakeup()
         # Made by the first that waits for it.
@@ -173,10 +179,7 @@ class CallStream:
             while isinstance(message := await self._context.read(), GenerateManyRequest):
                 for call in message.calls:
                     self._begin(call, tasks)
-                for call_id in message.cancelled_call_ids:
-                    if call_id in self._running:
-                        self._unwanted.add(call_id)
-                        self._running[call_id].cancel()
+                self._cancel(message.cancelled_call_ids, frozenset(message.answered_call_ids))
                 for call_id in message.asked_call_ids:
                     if call_id not in self._running:
                         # Behind all that was said of it, so that one who has just ended is not contradicted.
@@ -195,16 +198,23 @@ class CallStream:
         if call.call_id in self._running:
             raise InvalidRequestError("call_id", f"{call.call_id} is in use on this stream")
         context = CallContext(self, call)
-        task = self._running[call.call_id] = tasks.start(self._run(call, context), name=f"call {call.call_id}")
+        task = tasks.start(self._run(call, context), name=f"call {call.call_id}")
+        self._running[call.call_id] = context, task
         # A task that is cancelled before its first step runs no `finally`.
         task.add_done_callback(lambda _: self._forget(call.call_id, context))
+
+    def _cancel(self, call_ids: Iterable[int], answered: Container[int]) -> None:
+        for call_id in call_ids:
+            if call_id in self._running:
+                context, task = self._running[call_id]
+                context.is_unwanted, context.is_answered = True, call_id in answered
+                task.cancel()
 
     def _forget(self, call_id: int, context: CallContext) -> None:
         """The last word of every call that somebody still waits for: HTTP/2 would have said it."""
         del self._running[call_id]
-        if not context.has_ended and call_id not in self._unwanted:
+        if not context.has_ended and not context.is_unwanted:
             context.fail(grpc.StatusCode.UNAVAILABLE, "the call ended without a word")
-        self._unwanted.discard(call_id)
         self._something.wake()
 
     async def _run(self, call: CarriedCall, context: CallContext) -> None:

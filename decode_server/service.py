@@ -20,7 +20,7 @@ from graftline.decode_server.deliveries import Deliveries
 from graftline.decode_server.peers import Peer, PrefillPeers
 from graftline.decode_server.settings import ServiceSettings
 from graftline.decode_server.traces import AttemptTrace, call_attributes
-from graftline.engine.request import Request, RequestKey, TreeOrigin
+from graftline.engine.request import FinishReason, Request, RequestKey, TreeOrigin
 from graftline.engine.service_api import DecodeEngine, HandoffCounts, SpeculationCounts, Tokens
 from graftline.errors import (
     CancelledRequestError,
@@ -239,7 +239,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         """`_serve`, seen by the metrics."""
         self._num_calls += 1
         self._metrics.started()
-        ended_as = CancelledRequestError.__name__
+        ended_as: str | None = None
         try:
             outcome = await self._serve(call, asked, context)
             match outcome:
@@ -253,7 +253,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             raise
         finally:
             self._num_calls -= 1
-            self._metrics.ended(ended_as, call.age_s)
+            self._metrics.ended(ended_as or _left_as(context), call.age_s)
 
     async def _serve(
         self, call: Call, asked: decode_pb2.DecodeServiceGenerateRequest, context: Any
@@ -384,6 +384,12 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     def _note_idle(self) -> None:
         if not self.num_open:
             self._idle.set()
+
+
+def _left_as(context: Any) -> str:
+    """What becomes of a call whose caller goes away, as a label of metrics."""
+    is_answered = isinstance(context, CallContext) and context.is_answered
+    return FinishReason.STOP.value if is_answered else CancelledRequestError.__name__
 
 
 def tokens_message(tokens: Tokens, cached_tokens: int) -> decode_pb2.DecodeServiceGenerateResponse:

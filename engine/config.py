@@ -72,6 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         step_timeout_s: a step without any progress for so long is hung; see `engine/step_watch.py`.
         quarantine_s: how long pages stay out of use when nothing is known of their writer; above the transport's
             own timeout.
+        quarantine_wait_s: a request for which nothing but the end of a quarantine makes room is refused after so long:
+            another decode may have room.
         attention_backend: how planned steps attend; see `AttentionBackend`. Every stage settles AUTO for its own
             machine.
         device_rounds: a decode's rounds have a fixed shape and keep their values on the device; see
@@ -111,6 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     stage_timeout_s: float = 2.0
     step_timeout_s: float = 10.0
     quarantine_s: float = 60.0
+    quarantine_wait_s: float = 5.0
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     device_rounds: bool = False
     launch_drafts_early: bool = False

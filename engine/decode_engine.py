@@ -6,13 +6,13 @@ has at most one round under way, so that every stage has work while the others c
 
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from graftline.engine.arrival_check import ArrivalChecks
 from graftline.engine.config import EngineConfig
 from graftline.engine.decode_request import DecodeRequest, Ending, Outcome, Phase
 from graftline.engine.device_rounds import round_size
@@ -21,19 +21,18 @@ from graftline.engine.microbatch import Microbatch, MicrobatchSet
 from graftline.engine.pages import PageAllocator, num_pages_for
 from graftline.engine.plan import (
     DigestDone,
-    DigestUnits,
     PageChange,
     Report,
     RoundResult,
     Segment,
-    SentPool,
     SlotOpening,
     StepPlan,
     StepResult,
 )
 from graftline.engine.quarantine import Quarantine
 from graftline.engine.rates import DecodeTotals, RecentRate
-from graftline.engine.request import DraftTree, Request, RequestKey, Sampling, SlotId, Token
+from graftline.engine.request import DraftTree, Request, RequestKey, SlotId, Token
+from graftline.engine.request_check import check_request
 from graftline.engine.round_results import round_outcomes
 from graftline.engine.service_api import (
     DecodeCancelled,
@@ -49,7 +48,7 @@ from graftline.engine.service_api import (
 from graftline.engine.slots import SlotPool
 from graftline.engine.step_pipeline import StepPipeline
 from graftline.engine.waiting_line import WaitingLine
-from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavailableError
+from graftline.errors import OutOfCapacityError, PeerUnavailableError
 from graftline.kernels.round_open import RoundLayout
 
 logger = logging.getLogger(__name__)
@@ -87,19 +86,6 @@ class _Start:
     first_token: Token
     tree: DraftTree
     kv_digest: bytes
-
-
-@dataclass(slots=True)
-class _Check:
-    """What arrived for a request is digested by every stage before its first round.
-
-    Attributes:
-        missing: what the stages that have not answered still have to bring, combined with the digest that was sent.
-    """
-
-    request: DecodeRequest
-    num_open: int
-    missing: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +129,7 @@ class DecodeScheduler:
         self._batches = MicrobatchSet(config.num_stages, config.rounds_ahead)
         self._steps = itertools.count()
         self._orders = itertools.count()
-        self._check_numbers = itertools.count()
-        self._checks: dict[int, _Check] = {}
+        self._arrivals = ArrivalChecks(pipeline, config.num_stages, has_state=has_state)
         self._rounds_since_preemption = 0
         self._growth_pages = 1  # kept for each request that has pages, before another gets any
         self._failed: str | None = None
@@ -229,6 +214,7 @@ class DecodeScheduler:
 
     def _beat(self) -> None:
         self._quarantine.expire()
+        self._refuse_stranded()
         self._pipeline.beat()
         self._load = self._snapshot()
 
@@ -276,6 +262,21 @@ class DecodeScheduler:
             request.slot = self._slots.take()
             request.phase = Phase.RESERVED
             self._say(request, Reserved(Destination(tuple(request.pages), request.slot)))
+
+    def _refuse_stranded(self) -> None:
+        """Ends the wait of those for whom no one who ends makes room, but the end of a quarantine alone."""
+        pages = self._pages.gauges()
+        usable = pages.total - pages.quarantined
+        num_holders = len(self._requests) - len(self._line)
+        has_slots = num_holders > 0 or self._slots.num_free > 0
+        for request in list(self._line):
+            is_stranded = self._prompt_pages(request) > usable or not has_slots
+            request.stranded_beats = request.stranded_beats + 1 if is_stranded else 0
+            if request.stranded_beats * self._config.heartbeat_s > self._config.quarantine_wait_s:
+                reason = f"{pages.quarantined} of {pages.total} pages are in quarantine: a prefill was lost"
+                logger.warning("%s is refused: %s", request.request.key, reason)
+                self._forget(request)
+                self._say(request, DecodeFailed(reason, DecodeFailure.OUT_OF_CAPACITY))
 
     def _fits(self, num_pages: int, request: DecodeRequest) -> bool:
         return self._prompt_pages(request) <= num_pages
@@ -330,7 +331,7 @@ class DecodeScheduler:
             return
         request.start(first_token, self._usable(tree, first_token))
         if kv_digest:
-            self._check_arrived(request, kv_digest)
+            self._arrivals.begin(request, kv_digest)
         else:
             self._enter(request)
 
@@ -342,26 +343,14 @@ class DecodeScheduler:
         else:
             self._batches.add(request)
 
-    def _check_arrived(self, request: DecodeRequest, kv_digest: bytes) -> None:
-        pages = [int(page) for page in request.pages]
-        units = [(SentPool.TARGET, pages), (SentPool.DRAFT, pages)]
-        if self._has_state:
-            units.append((SentPool.STATE, [int(request.slot)]))
-        check = next(self._check_numbers)
-        self._checks[check] = _Check(request, self._config.num_stages, int.from_bytes(kv_digest))
-        self._pipeline.tell(DigestUnits(check, units))
-
     def _take_digest(self, done: DigestDone) -> None:
-        check = self._checks[done.check]
-        check.num_open -= 1
-        check.missing ^= int.from_bytes(done.digest)
-        if check.num_open:
+        checked = self._arrivals.take(done)
+        if checked is None:
             return
-        del self._checks[done.check]
-        request = check.request
+        request, is_whole = checked
         if self._requests.get(request.request.key) is not request:
             return  # cancelled meanwhile
-        if check.missing == 0:
+        if is_whole:
             self._enter(request)
             return
         self.totals.failures += 1
@@ -604,46 +593,3 @@ class DecodeScheduler:
         assert self._batches.num_requests == 0
         assert gauges.used == 0, f"{gauges.used} pages are still used"
         assert self._slots.num_free == self._config.max_running
-
-
-def check_request(request: Request, context_len: int, vocab_size: int) -> None:
-    """What every engine checks again, whoever checked before.
-
-    Raises:
-        InvalidRequestError: naming field and value.
-    """
-    if not request.token_ids:
-        raise InvalidRequestError("token_ids", "the prompt is empty")
-    for token_id in (min(request.token_ids), max(request.token_ids)):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError("token_ids", f"{token_id} is not in 0..{vocab_size - 1}")
-    if len(request.token_ids) >= context_len:
-        raise InvalidRequestError(
-            "token_ids", f"a prompt of {len(request.token_ids)} tokens leaves no room in a context of {context_len}"
-        )
-    if request.stopping.max_tokens <= request.num_earlier_tokens:
-        raise InvalidRequestError(
-            "max_tokens", f"{request.stopping.max_tokens} with {request.num_earlier_tokens} emitted"
-        )
-    for field, ids in (
-        ("stop_token_ids", request.stopping.ending_ids),
-        ("logit_bias", frozenset(request.sampling.logit_bias)),
-    ):
-        foreign = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
-        if foreign:
-            raise InvalidRequestError(field, f"{foreign[0]} is not in 0..{vocab_size - 1}")
-    _check_sampling(request.sampling)
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    in_range = {
-        "temperature": math.isfinite(sampling.temperature) and sampling.temperature >= 0,
-        "top_k": sampling.top_k >= 0,
-        "top_p": 0 < sampling.top_p <= 1,
-        "min_p": 0 <= sampling.min_p <= 1,
-        "seed": 0 <= sampling.seed < 1 << 64,
-        "logit_bias": all(map(math.isfinite, sampling.logit_bias.values())),
-    }
-    for field, holds in in_range.items():
-        if not holds:
-            raise InvalidRequestError(field, f"{getattr(sampling, field)} is out of range")

@@ -1,7 +1,6 @@
 """The state of one request on a decode engine, and the arithmetic of its rounds."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +48,7 @@ class DecodeRequest:
         ended: nothing more is wanted of it; what it holds is given back once no round is under way.
         preempt_wanted: an older request needs its pages.
         preempt_forced: preempted whatever happens, as soon as no round is under way.
+        stranded_beats: heartbeats since nothing but the end of a quarantine can make room for it.
         rounds, drafted, accepted, first_round_drafted, first_round_accepted: see `counts`.
         ending_ids: tokens that end it.
     """
@@ -76,7 +76,7 @@ class DecodeRequest:
     accepted: int = 0
     first_round_drafted: int = 0
     first_round_accepted: int = 0
-    arrived_s: float = field(default_factory=time.monotonic)
+    stranded_beats: int = 0
     ending_ids: frozenset[int] = field(init=False)
     _plain_from: float = field(init=False)  # output length
     _grown: "DraftTree | Outcome" = field(default_factory=lambda: DraftTree.root_only(0))
@@ -162,7 +162,7 @@ class DecodeRequest:
 
     def opening(self) -> SlotOpening:
         """What the last stage must know."""
-        return slot_opening(self.request, int(self.slot))
+        return SlotOpening.of(self.request, int(self.slot))
 
     def page_change(self) -> PageChange | None:
         """Pages that the stages do not know yet."""
@@ -233,20 +233,3 @@ class DecodeRequest:
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
-
-
-def slot_opening(request: Request, slot: int) -> SlotOpening:
-    """How the last stage samples for a request."""
-    sampling, stopping = request.sampling, request.stopping
-    return SlotOpening(
-        slot=slot,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        logit_bias=dict(sampling.logit_bias),
-        ending_ids=sorted(stopping.ending_ids),
-        min_ending_position=request.num_prompt_tokens + stopping.min_tokens,
-        logprobs=-1 if request.logprobs is None else request.logprobs,
-    )

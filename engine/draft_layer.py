@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from graftline.engine.draft_head.config import WEIGHTS_FILE, DraftHeadConfig, DraftHeadKind, read_draft_head_config
+from graftline.engine.draft_head.tensors import read_tensors
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.models.config import rope_from_dict
 from graftline.engine.models.rope import rope_tables
@@ -69,7 +69,7 @@ class _Weights:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._file = folder / WEIGHTS_FILE
-        self._tensors = load_file(self._file, device=str(device))
+        self._tensors = read_tensors(folder, device)
 
     def get(self, name: str, *shape: int) -> Tensor | None:
         tensor = self._tensors.get(name)
@@ -97,8 +97,8 @@ class DraftLayer:
         attention: how its layer attends.
 
     Raises:
-        InvalidRequestError: a tensor is missing or not shaped as the config says, or what the head shares with its
-            target does not fit it.
+        InvalidRequestError: its file cannot be read, a tensor is missing or not shaped as the config says, or what the
+            head shares with its target does not fit it.
     """
 
     def __init__(

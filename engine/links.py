@@ -148,8 +148,9 @@ class QueuedSender:
             self._is_shipping = True
             try:
                 ship()
-            except PeerUnavailableError as error:
-                self._failure = str(error)
+            except Exception as error:  # such as a fault of the GPU whose payload was waited for
+                is_known = isinstance(error, PeerUnavailableError)
+                self._failure = str(error) if is_known else f"{type(error).__name__}: {error}"
                 self._on_failure(self._failure)
                 return
             finally:

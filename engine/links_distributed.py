@@ -138,13 +138,21 @@ class StageEnds:
     returns: list[Payloads]
 
     @property
+    def _ways(self) -> list[Payloads]:
+        return [*(link.payloads for link in (self.upstream, self.downstream) if link is not None), *self.returns]
+
+    @property
+    def ring_bytes(self) -> int:
+        """Memory of this rank's device that others write to."""
+        return sum(way.ring_bytes for way in self._ways if isinstance(way, PeerPayloads))
+
+    @property
     def by_memory(self) -> bool:
         """What this rank hands to other devices, or takes from them, goes through their memory: no kernel waits for a
         peer, as NCCL's do. Hidden states that are larger than a slot still go by NCCL; they wait for steps before
         theirs alone, so that waiting for them ends.
         """
-        chain = [link.payloads for link in (self.upstream, self.downstream) if link is not None]
-        return all(isinstance(way, PeerPayloads) for way in (*chain, *self.returns))
+        return all(isinstance(way, PeerPayloads) for way in self._ways)
 
 
 def connect_stages(

@@ -55,11 +55,23 @@ class PeerPayloads:
         place: as this end addresses it.
         begun: slots that were used already.
         otherwise: takes what is larger than a slot.
+        ring_bytes: memory of this end's device that the other one writes to.
+
+    Attributes:
+        ring_bytes: likewise.
     """
 
     def __init__(
-        self, memory: PeerMemory, place: Place, slots: int, slot_bytes: int, begun: int, otherwise: Payloads
+        self,
+        memory: PeerMemory,
+        place: Place,
+        slots: int,
+        slot_bytes: int,
+        begun: int,
+        otherwise: Payloads,
+        ring_bytes: int = 0,
     ) -> None:
+        self.ring_bytes = ring_bytes
         self._memory = memory
         self._place = place
         self._slots = slots
@@ -123,12 +135,13 @@ def meet_peer(
     is_source = rank == source
     other = target if is_source else source
     assert slot_bytes % SLOT_ALIGNED == 0
-    own, handle, trouble = _share(memory, SLOT_ALIGNED if is_source else slots * slot_bytes + SLOT_ALIGNED)
+    ring_bytes = SLOT_ALIGNED if is_source else slots * slot_bytes + SLOT_ALIGNED
+    own, handle, trouble = _share(memory, ring_bytes)
     boot_id = BOOT_ID.read_bytes().strip()[:_ID_BYTES].ljust(_ID_BYTES)
     hello = _swapped(group, is_source, other, boot_id + handle)
     if not trouble and hello[:_ID_BYTES] != boot_id:
         trouble = f"stage {other} is on another host"
-    theirs, place = hello[_ID_BYTES:], None
+    theirs, opened, place = hello[_ID_BYTES:], 0, None
     if not trouble and not any(theirs):
         trouble = f"stage {other} shares no memory"
     if not trouble and memory is not None:
@@ -142,7 +155,10 @@ def meet_peer(
         trouble = _try(memory, place, is_source)
         if _agreed(group, is_source, other, not trouble):
             logger.info("stages %d and %d write into each other's memory", source, target)
-            return PeerPayloads(memory, place, slots, slot_bytes, 1, otherwise)
+            return PeerPayloads(memory, place, slots, slot_bytes, 1, otherwise, ring_bytes)
+        # What was shared stays: something of the trial may still be on its way.
+    else:
+        _give_back(memory, own, opened, lambda: _swapped(group, is_source, other, b"\0"))
     logger.info(
         "stages %d and %d do not write into each other's memory: %s",
         source,
@@ -153,15 +169,37 @@ def meet_peer(
 
 
 def _share(memory: PeerMemory | None, num_bytes: int) -> tuple[int, bytes, str]:
-    """Memory that the other end may open: its address and handle, of zeros where there is none, and why."""
+    """Memory that the other end may open: its address (0: there is none), its handle, of zeros where it has none, and
+    why.
+    """
+    address, trouble = 0, "there is no memory that others can open (on a GPU: no cuda-bindings)"
     try:
         if memory is not None:
             address = memory.allocate(num_bytes)
             return address, memory.export(address), ""
-        trouble = "there is no memory that others can open (on a GPU: no cuda-bindings)"
     except CudaProgramError as error:
         trouble = str(error)
-    return 0, bytes(HANDLE_BYTES), trouble
+    return address, bytes(HANDLE_BYTES), trouble
+
+
+def _give_back(memory: PeerMemory | None, own: int, opened: int, meet: Callable[[], object]) -> None:
+    """Frees what was shared for a way that nothing has gone by.
+
+    Args:
+        own, opened: addresses of this end's memory and of the other's, 0 for none.
+        meet: returns once the other end has called it too: by then it has let go of ours.
+    """
+    try:
+        if memory is not None and opened:
+            memory.let_go(opened)
+    except CudaProgramError as error:
+        logger.warning("memory of another stage is kept open: %s", error)
+    meet()
+    try:
+        if memory is not None and own:
+            memory.free(own)
+    except CudaProgramError as error:
+        logger.warning("memory that was shared in vain is kept: %s", error)
 
 
 def _try(memory: PeerMemory, place: Place, is_source: bool) -> str:

@@ -41,6 +41,7 @@ class StagePlan:
         state_bytes: recurrent state of every request slot and the padding slot.
         verify_state_bytes: what a verify keeps of draft nodes, for the same slots; 0 for a prefill.
         graph_bytes: GPU memory that captured graphs took, known once the stage has started; 0 before.
+        ring_bytes: GPU memory that stages on other GPUs write to, known likewise.
     """
 
     stage: int
@@ -53,10 +54,11 @@ class StagePlan:
     state_bytes: int = 0
     verify_state_bytes: int = 0
     graph_bytes: int = 0
+    ring_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
-        """Everything but weights and graphs."""
+        """Everything but weights, graphs and rings."""
         pages = self.target_kv_bytes + self.draft_kv_bytes + self.draft_scratch_bytes
         return pages + self.state_bytes + self.verify_state_bytes
 
@@ -77,10 +79,11 @@ class MemoryPlan:
     skips_verify: bool
     skipped_stage_bytes: tuple[int, ...] = ()
 
-    def started(self, graph_bytes: Sequence[int]) -> "MemoryPlan":
-        """The plan of a running worker, whose stages' graphs took this much."""
-        stages = zip(self.stages, graph_bytes, strict=True)
-        return replace(self, stages=tuple(replace(stage, graph_bytes=taken) for stage, taken in stages))
+    def started(self, graph_bytes: Sequence[int], ring_bytes: Sequence[int]) -> "MemoryPlan":
+        """The plan of a running worker, whose stages' graphs and rings took this much."""
+        taken = zip(self.stages, graph_bytes, ring_bytes, strict=True)
+        stages = (replace(stage, graph_bytes=graphs, ring_bytes=rings) for stage, graphs, rings in taken)
+        return replace(self, stages=tuple(stages))
 
     @property
     def num_tokens(self) -> int:

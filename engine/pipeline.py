@@ -118,6 +118,7 @@ class Pipeline:
         self._inbox = inbox
         self._layouts: dict[int, bytes] = {}
         self._graph_bytes: dict[int, int] = {}
+        self._ring_bytes: dict[int, int] = {}
         self._all_ready = threading.Event()
         self._start_failure: str | None = None
         self._alive: dict[int, StageAlive] = {}
@@ -167,6 +168,11 @@ class Pipeline:
         """What the captured graphs of every stage took of its GPU, stage by stage."""
         return [self._graph_bytes[stage] for stage in range(self._config.num_stages)]
 
+    @property
+    def ring_bytes(self) -> Sequence[int]:
+        """What of every stage's GPU the others write to, stage by stage."""
+        return [self._ring_bytes[stage] for stage in range(self._config.num_stages)]
+
     def submit(self, plan: StepPlan) -> None:
         """Starts a step; its result arrives in the inbox."""
         assert self._plans is not None
@@ -190,7 +196,7 @@ class Pipeline:
                 self._fail(stage, f"silent for {silent_s:.1f} s")
                 if stage in self._children:
                     self._children[stage].kill()  # it would not hear that it is to stop
-        for alive in self._alive.values():
+        for alive in self.stage_load():
             if alive.order_beats * beat_s > self._config.step_timeout_s:
                 self._fail(alive.stage, f"a control message is being obeyed for {alive.order_beats * beat_s:.1f} s")
         self._sequence += 1
@@ -201,7 +207,8 @@ class Pipeline:
 
     def stage_load(self) -> Sequence[StageAlive]:
         """The last sign of life of every stage that gave one."""
-        return [self._alive[stage] for stage in sorted(self._alive)]
+        alive = self._alive.copy()  # a stage may speak for the first time meanwhile
+        return [alive[stage] for stage in sorted(alive)]
 
     def stop(self, timeout_s: float) -> None:
         """Ends every stage; what does not end in time is killed."""
@@ -232,21 +239,20 @@ class Pipeline:
             leave_job(max(1.0, deadline - time.monotonic()), abort=self._failed or is_cuda)
 
     def _say_stop(self) -> None:
-        try:
-            if self._plans is not None:
-                self._plans.send(Stop())
-            for control in self._controls:
-                control.send(Stop())
-        except PeerUnavailableError as error:
-            logger.warning("a stage was gone before it was told to stop: %s", error)
+        for link in (*([self._plans] if self._plans is not None else []), *self._controls):
+            try:
+                link.send(Stop())
+            except PeerUnavailableError as error:  # the others are to hear it all the same
+                logger.warning("a stage was gone before it was told to stop: %s", error)
 
     # --- reports ---------------------------------------------------------------------------------------------
 
     def put(self, report: Report) -> None:
         """Takes a report from any stage: keeps the signs of life, passes the rest on."""
         match report:
-            case StageReady(stage=stage, layout=layout, graph_bytes=graph_bytes):
+            case StageReady(stage=stage, layout=layout, graph_bytes=graph_bytes, ring_bytes=ring_bytes):
                 self._graph_bytes[stage] = graph_bytes
+                self._ring_bytes[stage] = ring_bytes
                 self._layouts[stage] = layout
                 self._answered[stage] = self._sequence
                 if len(self._layouts) == self._config.num_stages:
@@ -297,6 +303,7 @@ class Pipeline:
         returns: Sequence[Payloads] = (),
         *,
         by_memory: bool = False,
+        ring_bytes: int = 0,
     ) -> None:
         control = LocalLink()
         self._controls.append(control)
@@ -320,7 +327,7 @@ class Pipeline:
         )
         self._workers.append(worker)
         worker.start()
-        self.put(StageReady(stage, layout, built.graph_bytes))
+        self.put(StageReady(stage, layout, built.graph_bytes, ring_bytes))
 
     def _start_processes(self, deadline: float) -> None:
         count = self._config.num_stages
@@ -330,7 +337,9 @@ class Pipeline:
         self._plans = plans
         queued_plans = QueuedSender(ends.downstream, "plan-sender", partial(self._fail, 1))
         self._queued.append(queued_plans)
-        self._start_local_stage(0, plans, queued_plans, returns=ends.returns, by_memory=ends.by_memory)
+        self._start_local_stage(
+            0, plans, queued_plans, returns=ends.returns, by_memory=ends.by_memory, ring_bytes=ends.ring_bytes
+        )
         for stage, hub in enumerate(hubs, start=1):
             queued = QueuedSender(hub.control, f"stage-{stage}-sender", partial(self._fail, stage))
             self._queued.append(queued)

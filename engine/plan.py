@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from graftline.engine.request import DraftTree, Token, TokenLogprob
+from graftline.engine.request import DraftTree, Request, Token, TokenLogprob
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -36,6 +36,23 @@ class SlotOpening(msgspec.Struct, frozen=True, array_like=True):
     ending_ids: list[int]
     min_ending_position: int
     logprobs: int
+
+    @classmethod
+    def of(cls, request: Request, slot: int) -> "SlotOpening":
+        """How tokens are drawn for a request."""
+        sampling, stopping = request.sampling, request.stopping
+        return cls(
+            slot=slot,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            logit_bias=dict(sampling.logit_bias),
+            ending_ids=sorted(stopping.ending_ids),
+            min_ending_position=request.num_prompt_tokens + stopping.min_tokens,
+            logprobs=-1 if request.logprobs is None else request.logprobs,
+        )
 
 
 class PageChange(msgspec.Struct, frozen=True, array_like=True):
@@ -206,12 +223,14 @@ class Stop(_Message, frozen=True):
 
 class StageReady(_Message, frozen=True):
     """A stage has built its pools. `layout` is opaque to the engine: the service's own encoding of where its
-    pools lie. `graph_bytes` is what its captured graphs took of its GPU.
+    pools lie. `graph_bytes` is what its captured graphs took of its GPU, `ring_bytes` what stages on other GPUs write
+    to.
     """
 
     stage: int
     layout: bytes
     graph_bytes: int = 0
+    ring_bytes: int = 0
 
 
 class StageAlive(_Message, frozen=True):

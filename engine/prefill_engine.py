@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from graftline.engine.chunk_share import share_chunk
 from graftline.engine.config import EngineConfig
-from graftline.engine.decode_engine import check_request
-from graftline.engine.decode_request import slot_opening
 from graftline.engine.engine_thread import EngineThread
 from graftline.engine.pages import PageAllocator, num_pages_for, prefix_keys
 from graftline.engine.plan import (
@@ -36,6 +34,7 @@ from graftline.engine.plan import (
 from graftline.engine.prefill_job import PrefillJob
 from graftline.engine.rates import PrefillTotals, RecentRate
 from graftline.engine.request import DraftTree, Request, RequestKey, SlotId, TreeOrigin
+from graftline.engine.request_check import check_request
 from graftline.engine.service_api import (
     Destination,
     Drained,
@@ -286,7 +285,7 @@ class PrefillScheduler:
             shared = self._pages.find(job.keys)[: (job.prompt_len - 1) // page_size]  # one token must be computed
         self._pages.hold(shared)
         if wanted - len(shared) > self._pages.num_available:
-            self._pages.release(shared)
+            self._pages.release(reversed(shared))  # as in `_forget`
             return False
         job.pages = shared + self._pages.allocate(wanted - len(shared))
         job.planned = job.cached = len(shared) * page_size
@@ -319,7 +318,7 @@ class PrefillScheduler:
             if count == 0:
                 continue
             if job.chunks == 0:
-                openings.append(slot_opening(job.request, int(job.slot)))
+                openings.append(SlotOpening.of(job.request, int(job.slot)))
                 changes.append(PageChange(int(job.slot), 0, [int(page) for page in job.pages]))
             segments.append(self._chunk(job, count))
             jobs.append(job)

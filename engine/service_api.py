@@ -124,7 +124,7 @@ class PrefillEngine(Protocol):
         Raises:
             InvalidRequestError: a bad field, or a prompt that no pool of this worker can ever hold.
             OutOfCapacityError: the queue is full.
-            PeerUnavailableError: the engine is draining or failed, or `decode_incarnation` is not paired.
+            PeerUnavailableError: the engine failed, or `decode_incarnation` is not paired.
         """
 
     def set_destination(self, key: RequestKey, destination: Destination) -> None:
@@ -188,7 +188,7 @@ class DecodeFailure(Enum):
     """Why decoding failed."""
 
     OUT_OF_CAPACITY = "out-of-capacity"
-    """The line is full: another decode may have room."""
+    """The line is full, or what is missing is in quarantine: another decode may have room."""
     ENGINE_LOST = "engine-lost"
     """The engine cannot go on; nobody's request is at fault."""
     KV_DIFFERS = "kv-differs"
@@ -220,7 +220,8 @@ class DecodeEngine(Protocol):
 
         Raises:
             InvalidRequestError: a bad field, or a request that the pool can never hold.
-            PeerUnavailableError: the engine is draining or failed.
+            OutOfCapacityError: the line is full.
+            PeerUnavailableError: the engine failed.
         """
 
     def release(self, key: RequestKey) -> None:

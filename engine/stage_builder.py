@@ -120,34 +120,18 @@ def build_stage(
     drafter, draft_pool = None, None
     if is_last and drafts:
         drafter, draft_pool = _build_drafter(config, checkpoint, model, attention)
-    rounds = None
-    graph_bytes = 0
+    rounds, prompts, graph_bytes = None, None, 0
     if config.device_rounds:
-        rounds = DeviceRounds(
-            model,
-            pool,
-            round_state or _round_state(config, target, device),
-            is_first=is_first,
-            is_last=is_last,
-            capture=captured_layers(config, target, index),
-            num_earlier_features=sum(len(captured_layers(config, target, stage)) for stage in range(index)),
-            drafter=None if drafter is None else drafter.for_rounds,
-            nodes_of=config.round_nodes,
-            graphs=config.cuda_graphs,
-            max_graph_batch=config.max_graph_batch,
-            shares_state=round_state is not None,
-            returns=returns,
-        )
-        if device.type == "cuda":
-            graph_bytes = rounds.capture(round_sizes(config.max_running))
+        state = round_state or _round_state(config, target, device)
+        shares_state = round_state is not None
+        rounds, taken = _build_rounds(config, index, model, pool, drafter, state, returns, shares_state=shares_state)
+        graph_bytes += taken
     if drafter is not None and config.role is Role.PREFILL and config.cuda_graphs and device.type == "cuda":
         graph_bytes += drafter.capture_growth(min(config.max_running, _GRAPH_TREES), dtype, device)
-    prompts = None
     if captures_prompts(config, target, backend):
         extended = drafter if drafter is not None and drafter.grows_unseen and config.launch_drafts_early else None
-        prompts = _build_prompts(config, index, model, pool, extended)
-        most = min(config.chunk_tokens, most_rows(target))
-        graph_bytes += prompts.capture(prompt_sizes(most, config.max_running))
+        prompts, taken = _build_prompts(config, index, model, pool, extended)
+        graph_bytes += taken
     if graph_bytes:
         logger.info("stage %d: captured graphs take %.0f MiB", index, graph_bytes / (1 << 20))
     stage = Stage(
@@ -177,13 +161,45 @@ def captures_prompts(config: EngineConfig, target: ModelConfig, backend: Attenti
     return is_wanted and target.hybrid is None and backend is not AttentionBackend.TORCH
 
 
+def _build_rounds(
+    config: EngineConfig,
+    index: int,
+    model: TargetModel,
+    pool: KvPool,
+    drafter: Drafter | None,
+    state: RoundState,
+    returns: Sequence[Payloads],
+    *,
+    shares_state: bool,
+) -> tuple[DeviceRounds, int]:
+    """A stage's part of decode rounds, and the bytes of device memory that their graphs took."""
+    rounds = DeviceRounds(
+        model,
+        pool,
+        state,
+        is_first=index == 0,
+        is_last=index == config.num_stages - 1,
+        capture=captured_layers(config, model.config, index),
+        num_earlier_features=num_earlier_features(config, model.config, index),
+        drafter=None if drafter is None else drafter.for_rounds,
+        nodes_of=config.round_nodes,
+        graphs=config.cuda_graphs,
+        max_graph_batch=config.max_graph_batch,
+        shares_state=shares_state,
+        returns=returns,
+    )
+    is_cuda = config.device_type == "cuda"
+    return rounds, rounds.capture(round_sizes(config.max_running)) if is_cuda else 0
+
+
 def _build_prompts(
     config: EngineConfig, index: int, model: TargetModel, pool: KvPool, drafter: Drafter | None
-) -> PromptGraphs:
+) -> tuple[PromptGraphs, int]:
+    """A stage's captured steps of prompts, and the bytes of device memory that they took."""
     device, target = torch.device(config.stage_device(index)), model.config
     longest = min(target.context_length, config.num_pages * config.page_size)
     max_pages = num_pages_for(longest, config.page_size)
-    return PromptGraphs(
+    prompts = PromptGraphs(
         model,
         pool,
         captured_layers(config, target, index),
@@ -193,14 +209,20 @@ def _build_prompts(
         device,
         drafter=drafter,
     )
+    most = min(config.chunk_tokens, most_rows(target))
+    return prompts, prompts.capture(prompt_sizes(most, config.max_running))
 
 
 def payload_columns(config: EngineConfig, target: ModelConfig, stage: int) -> int | None:
     """Columns of the hidden states, with the features beside them, that a stage gets; None for the first."""
     if stage == 0:
         return None
-    earlier = sum(len(captured_layers(config, target, before)) for before in range(stage))
-    return target.hidden_size * (1 + earlier)
+    return target.hidden_size * (1 + num_earlier_features(config, target, stage))
+
+
+def num_earlier_features(config: EngineConfig, target: ModelConfig, stage: int) -> int:
+    """Features that the stages before one take."""
+    return sum(len(captured_layers(config, target, before)) for before in range(stage))
 
 
 def captured_layers(config: EngineConfig, target: ModelConfig, stage: int) -> tuple[int, ...]:

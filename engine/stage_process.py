@@ -49,20 +49,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     device = torch.device(config.stage_device(stage))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if os.environ.get("MASTER_ADDR") == "127.0.0.1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if os.environ.get("GRAFTLINE_SPAWNED"):
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            config.num_stages,
-            is_master=False,
-            timeout=JOIN_TIMEOUT,
-        )
-        store.set(joined_key(stage), "")
-        dist.init_process_group("gloo", store=store, rank=stage, world_size=config.num_stages, timeout=JOIN_TIMEOUT)
-    else:
-        dist.init_process_group("gloo", init_method="env://", timeout=JOIN_TIMEOUT)
+    _join_job(config, stage)
     ends = connect_stages(config.num_stages, stage, device, config.stage_channel, return_bytes=returned_bytes(config))
     star = ends.stars[stage - 1]
     assert ends.upstream is not None
@@ -85,7 +72,7 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
     links = StageLinks(ends.upstream, downstream, star.control, star.results, star.reports)
     worker = StageWorker(stage, built.stage, links, port, built.gate, config.threads, stream, end.tell)
     keep_what_is_there()
-    star.reports.send(StageReady(stage, layout, built.graph_bytes))
+    star.reports.send(StageReady(stage, layout, built.graph_bytes, ends.ring_bytes))
     worker.start()
     reason = end.wait_for(worker)
     if reason is not None:
@@ -98,6 +85,24 @@ def run_stage(config: EngineConfig, make_port: Callable[[int], TransferPort]) ->
         downstream.close(_LEAVE_S)
     leave_job(_LEAVE_S, abort=device.type == "cuda")
     return 0
+
+
+def _join_job(config: EngineConfig, stage: int) -> None:
+    """Joins the torch.distributed job of the pipeline, by the store of stage 0 if that started this process."""
+    if os.environ.get("MASTER_ADDR") == "127.0.0.1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if os.environ.get("GRAFTLINE_SPAWNED"):
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            config.num_stages,
+            is_master=False,
+            timeout=JOIN_TIMEOUT,
+        )
+        store.set(joined_key(stage), "")
+        dist.init_process_group("gloo", store=store, rank=stage, world_size=config.num_stages, timeout=JOIN_TIMEOUT)
+    else:
+        dist.init_process_group("gloo", init_method="env://", timeout=JOIN_TIMEOUT)
 
 
 class _End:

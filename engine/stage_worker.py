@@ -106,7 +106,7 @@ class StageWorker:
 
     Args:
         stream: on which it computes; the stage was built on it.
-        on_end: called once, from the thread that ended first, with the reason or None after a `Stop`.
+        on_end: called by every thread as it ends, with the reason, or None after a `Stop`.
     """
 
     def __init__(

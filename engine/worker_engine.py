@@ -24,6 +24,7 @@ from graftline.engine.service_api import EngineLoad
 from graftline.engine.step_pipeline import StepPipeline
 from graftline.engine.step_watch import StepWatch
 from graftline.engine.transfer_port import TransferPort
+from graftline.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +76,19 @@ def worker_facts(config: EngineConfig, checkpoint: Checkpoint) -> WorkerFacts:
 
 
 def draft_head_hash(draft_head: str) -> str:
-    """Equal for equal draft heads, wherever they lie; 32 hex digits. An MTP module is in the model's hash already."""
+    """Equal for equal draft heads, wherever they lie; 32 hex digits. An MTP module is in the model's hash already.
+
+    Raises:
+        InvalidRequestError: a file of it cannot be read.
+    """
     if draft_head == MTP_HEAD:
         return MTP_HEAD
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        digest.update((Path(draft_head) / name).read_bytes())
+        try:
+            digest.update((Path(draft_head) / name).read_bytes())
+        except OSError as error:
+            raise InvalidRequestError("draft_head", f"cannot be read: {error}") from error
     return digest.hexdigest()[:32]
 
 
@@ -96,7 +104,7 @@ class WorkerEngine(Generic[Scheduler]):
     """
 
     def __init__(self, facts: WorkerFacts, scheduler: Scheduler, pipeline: Pipeline) -> None:
-        memory = None if facts.memory is None else facts.memory.started(pipeline.graph_bytes)
+        memory = None if facts.memory is None else facts.memory.started(pipeline.graph_bytes, pipeline.ring_bytes)
         self.facts = replace(facts, memory=memory)
         self.scheduler: Scheduler = scheduler
         self._pipeline = pipeline

@@ -7,10 +7,28 @@ from torch import Tensor
 
 from graftline.kernels.growth_levels import Beam, Candidates, GrowthPlace
 from graftline.kernels.round_open_triton import flat_slot
-from graftline.kernels.tree_growth_triton import ordered, ranks
 
 _CHUNK = 32  # scores compared with at a time
 _BLOCK_WORDS = 1024
+
+
+@triton.jit
+def ordered(scores):
+    """NaN counts as least: without an order every candidate would be the best, and be stored past the end."""
+    return tl.where(scores == scores, scores, float("-inf"))
+
+
+@triton.jit
+def ranks(scores, index, scores_ptr, count, CHUNK: tl.constexpr):
+    """Rank of every score in [n] among the `count` stored ones: larger first, ties by index."""
+    rank = tl.zeros(index.shape, tl.int32)
+    for first in range(0, count, CHUNK):
+        other_index = first + tl.arange(0, CHUNK)
+        inside = other_index < count
+        other = ordered(tl.load(scores_ptr + other_index, mask=inside, other=0.0))[None, :]
+        earlier = (other == scores[:, None]) & (other_index[None, :] < index[:, None])
+        rank += tl.sum((((other > scores[:, None]) | earlier) & inside[None, :]).to(tl.int32), 1)
+    return rank
 
 
 @triton.jit(do_not_specialize=("base", "level", "limit", "max_pages", "beam", "width", "num_candidates"))

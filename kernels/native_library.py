@@ -62,7 +62,7 @@ _RESULTS = {"gl_unpack_rows": _INDEX, "gl_grow_trees": _INT}
 
 
 class NativeBuildError(Exception):
-    """The compiler refused the sources, or a prebuilt library does not belong to them."""
+    """The compiler refused the sources or did not come to an end, or a prebuilt library does not belong to them."""
 
 
 @cache
@@ -102,7 +102,7 @@ def build_native_library(target: Path, march: str = "native") -> None:
         march: gcc's -march; "x86-64-v3" (AVX2, FMA) for an image that must run on many machines.
 
     Raises:
-        NativeBuildError: no compiler, or it failed.
+        NativeBuildError: no compiler, or it failed or took too long.
     """
     compiler = _compiler()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,10 @@ def _openmp_link_arguments() -> Sequence[str]:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NativeBuildError(f"{' '.join(command)} took longer than {_BUILD_TIMEOUT_S} s") from error
     if done.returncode:
         raise NativeBuildError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return done.stdout

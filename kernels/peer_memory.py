@@ -30,13 +30,19 @@ class PeerMemory(Protocol):
         """Of this process."""
 
     def allocate(self, num_bytes: int) -> int:
-        """Zeroed memory of this process's device, until the process ends."""
+        """Zeroed memory of this process's device, until it is freed or the process ends."""
+
+    def free(self, address: int) -> None:
+        """Gives back memory that was allocated here, and that no other process has opened any more."""
 
     def export(self, address: int) -> bytes:
         """`HANDLE_BYTES` bytes by which another process of this host opens memory that was allocated here."""
 
     def open(self, handle: bytes) -> int:
-        """Memory of another process, for as long as both live."""
+        """Memory of another process, until it is let go of, or one of the two ends."""
+
+    def let_go(self, address: int) -> None:
+        """Memory of another process that was opened here is not used any more."""
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """Copies on the stream, from or to memory of this device."""
@@ -82,6 +88,11 @@ class CudaPeerMemory:
                 checked("cuCtxSynchronize", *self._driver.cuCtxSynchronize())
         return int(address)
 
+    def free(self, address: int) -> None:
+        """See `PeerMemory`."""
+        with torch.cuda.device(self._device), refusals():
+            checked("cuMemFree", *self._driver.cuMemFree(address))
+
     def export(self, address: int) -> bytes:
         """See `PeerMemory`."""
         with torch.cuda.device(self._device), refusals():
@@ -96,6 +107,11 @@ class CudaPeerMemory:
             flag = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
             (address,) = checked("cuIpcOpenMemHandle", *self._driver.cuIpcOpenMemHandle(theirs, flag))
         return int(address)
+
+    def let_go(self, address: int) -> None:
+        """See `PeerMemory`."""
+        with torch.cuda.device(self._device), refusals():
+            checked("cuIpcCloseMemHandle", *self._driver.cuIpcCloseMemHandle(address))
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """See `PeerMemory`."""

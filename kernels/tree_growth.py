@@ -1,4 +1,7 @@
-"""Selection steps of growing a draft tree (EAGLE-2, Li et al. 2024): the next beam, and the final nodes."""
+"""Selection steps of growing a draft tree (EAGLE-2, Li et al. 2024): the next beam, and the final nodes.
+
+On a GPU trees grow by `growth_levels`, whose specification these are; only trees too large for its masks come here.
+"""
 
 import torch
 from torch import Tensor
@@ -19,10 +22,6 @@ def select_children(
         [requests, K] int64 token ids, [requests, K] float32 cumulative log-probabilities, best first,
         [requests, beam * K] float32 cumulative log-probabilities of all children, parent-major).
     """
-    if child_logprobs.is_cuda:
-        from graftline.kernels.tree_growth_triton import select_children as kernel
-
-        return kernel(cum_logprobs, child_logprobs, child_ids)
     num_requests, beam, width = child_logprobs.shape
     scores = _ordered((cum_logprobs.unsqueeze(-1) + child_logprobs).reshape(num_requests, beam * width))
     ordered, index = torch.sort(scores, dim=-1, descending=True, stable=True)
@@ -51,10 +50,6 @@ def select_tree(scores: Tensor, parents: Tensor, num_drafts: int) -> tuple[Tenso
     """
     if not 1 <= num_drafts <= scores.shape[1]:
         raise ValueError(f"num_drafts: {num_drafts} of {scores.shape[1]} candidates")
-    if scores.is_cuda:
-        from graftline.kernels.tree_growth_triton import select_tree as kernel
-
-        return kernel(scores, parents, num_drafts)
     _, order = torch.sort(_ordered(scores), dim=-1, descending=True, stable=True)
     selected = order[:, :num_drafts].contiguous()
     nodes = torch.zeros((scores.shape[0], scores.shape[1] + 1), dtype=torch.int64, device=scores.device)

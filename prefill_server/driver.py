@@ -5,8 +5,8 @@ is still there.
 """
 
 import asyncio
+import logging
 import time
-from collections import deque
 from collections.abc import Callable
 
 from graftline.engine.request import Request
@@ -22,6 +22,9 @@ from graftline.engine.service_api import (
 from graftline.errors import GraftlineError, InvalidRequestError, OutOfCapacityError
 from graftline.prefill_server import handoff
 from graftline.prefill_server.traces import HandoffTrace
+from graftline.worker.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
 
 
 class HandoffDriver:
@@ -51,7 +54,7 @@ class HandoffDriver:
         self._on_ended = on_ended
         self._trace = trace
         self._state = handoff.State()
-        self._posted: deque[handoff.Message] = deque()
+        self._mailbox: Mailbox[handoff.Message] = Mailbox(self._step)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(timeout_s, self.post, handoff.Cancel())
 
@@ -87,15 +90,11 @@ class HandoffDriver:
 
     def post(self, message: handoff.Message) -> None:
         """Takes a message and acts on it; never blocks. An action may post in its turn."""
-        self._posted.append(message)
-        if len(self._posted) > 1:
-            return
-        while self._posted:
-            if not self._state.ended:
-                self._step(self._posted[0])
-            self._posted.popleft()
+        self._mailbox.post(message)
 
     def _step(self, message: handoff.Message) -> None:
+        if self._state.ended:
+            return
         self._note(message)
         self._state, actions = handoff.step(self._state, message)
         for action in actions:
@@ -135,6 +134,9 @@ class HandoffDriver:
             self.post(handoff.Refused(PrefillFailure.OUT_OF_CAPACITY, str(error)))
         except GraftlineError as error:
             self.post(handoff.Refused(PrefillFailure.DRAINING, str(error)))
+        except Exception as error:  # a fault of ours, over which the engine has not taken the request
+            logger.exception("%s could not be submitted", self._started_request().key)
+            self.post(handoff.Refused(PrefillFailure.INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _deliver(self, event: PrefillEvent) -> None:
         """Called from the engine's thread."""

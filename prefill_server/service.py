@@ -162,10 +162,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             try:
                 async with asyncio.TaskGroup() as group:
                     reader = group.create_task(self._read(driver, request_iterator))
-                    await self._write(driver, context)
+                    was_read = await self._write(driver, context)
                     reader.cancel()
             finally:
                 driver.post(handoff.StreamClosed())
+            if not was_read:
+                raise OutOfCapacityError(f"the decode read nothing for {self._settings.send_timeout_s:g} s")
 
     async def _read(self, driver: HandoffDriver, requests: AsyncIterator[prefill_pb2.PrefillRequest]) -> None:
         async for request in requests:
@@ -173,7 +175,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         # The decode said its last word without waiting for ours: nothing can follow, so nothing is wanted.
         driver.post(handoff.Cancel())
 
-    async def _write(self, driver: HandoffDriver, context: Any) -> None:
+    async def _write(self, driver: HandoffDriver, context: Any) -> bool:
+        """Tells the decode everything up to the terminal event; whether it read that."""
         patience_s = self._settings.first_alive_s
         while True:
             event = await self._next_event(driver, patience_s)
@@ -181,10 +184,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                 continue
             patience_s = self._settings.alive_interval_s
             # Not `wait_for`: before Python 3.12 it swallows a cancel that meets the end of what it waits for.
-            async with asyncio.timeout(self._settings.send_timeout_s):
-                await context.write(_ALIVE if event is None else response_of(event))
+            try:
+                async with asyncio.timeout(self._settings.send_timeout_s):
+                    await context.write(_ALIVE if event is None else response_of(event))
+            except TimeoutError:
+                return False
             if isinstance(event, PrefillFinished | PrefillFailed | Drained):
-                return
+                return True
 
     async def _next_event(self, driver: HandoffDriver, patience_s: float) -> PrefillEvent | None:
         """The next event for the decode, or None when it is time for a sign of life."""

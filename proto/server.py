@@ -1,9 +1,9 @@
 """An aio gRPC server as every Graftline process runs it: health, reflection, shared options, TLS, bearer tokens.
 
-server = RpcServer("127.0.0.1:0", token=token)
+server = RpcServer("127.0.0.1:0", tokens=[token])
 server.add(add_WorkerServiceServicer_to_server, servicer, "graftline.v1.WorkerService")
 await server.start()          # server.port, server.address
-server.set_serving(True)
+await server.set_serving(True)
 await server.stop(grace_s=5)
 """
 

@@ -175,7 +175,7 @@ class ChoiceRun:
             claim.pair.decode.breaker.succeeded()
             self._finish(claim.pair, None)
             attempt.is_told = True
-            attempt.call.finish()
+            attempt.call.finish(answered=True)
         else:
             attempt.call.end_in(FINISH_WAIT_S, None)
 

@@ -51,6 +51,7 @@ class DecodeCall:
         ended: how it ended: None when its owner or the decode's `finished` ended it, otherwise what failed. Carries
             the exception if its owner raised one over a response.
         heard_s: when it was last heard of, or made, on the loop's clock.
+        is_answered: its owner has all it wanted.
     """
 
     def __init__(
@@ -60,12 +61,18 @@ class DecodeCall:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Failure | None] = self._loop.create_future()
         self.heard_s = self._loop.time()
+        self.is_answered = False
         self._take = take
         self._stop = stop
         self._timers: list[asyncio.TimerHandle] = []
 
-    def finish(self) -> None:
-        """Its owner wants no more of it. To be called in any case; the decode hears of it unless it ended the call."""
+    def finish(self, *, answered: bool = False) -> None:
+        """Its owner wants no more of it. To be called in any case; the decode hears of it unless it ended the call.
+
+        Args:
+            answered: the answer is whole, though the decode cannot tell.
+        """
+        self.is_answered = self.is_answered or answered
         for timer in self._timers:
             timer.cancel()
         self.end(None)
@@ -128,7 +135,7 @@ class DecodeStream:
         self._ids = itertools.count(1)
         self._calls: dict[int, DecodeCall] = {}
         self._unsent: deque[_Unsent] = deque()
-        self._unsent_cancels: list[int] = []
+        self._unsent_cancels: list[DecodeCall] = []
         self._unsent_asks: list[int] = []
         self._something = Wakeup()
         self._closed: Failure | None = None
@@ -237,7 +244,8 @@ class DecodeStream:
             if unsent.call.call_id in self._calls:
                 num_bytes += self._add(unsent, message)
         if self._unsent_cancels:
-            message.cancelled_call_ids.extend(self._unsent_cancels)
+            message.cancelled_call_ids.extend(call.call_id for call in self._unsent_cancels)
+            message.answered_call_ids.extend(call.call_id for call in self._unsent_cancels if call.is_answered)
             self._unsent_cancels.clear()
         if self._unsent_asks:
             message.asked_call_ids.extend(self._unsent_asks)
@@ -263,7 +271,7 @@ class DecodeStream:
     def _stop(self, call: DecodeCall) -> None:
         """Gives a call up; the decode hears of it unless it ended the call itself."""
         if self._calls.pop(call.call_id, None) is not None:
-            self._unsent_cancels.append(call.call_id)
+            self._unsent_cancels.append(call)
             self._something.wake()
 
     def _fail_all(self, failure: Failure) -> None:

@@ -106,6 +106,7 @@ class ModelStore:
         self._executor = executor
         self._max_models = max_models
         self._models: dict[str, ServedModel] = {}
+        self._turn = asyncio.Lock()  # workers of one model come up together, and each would build it
 
     def has(self, card_hash: str) -> bool:
         """True when a worker may leave tokenizer and template out of its answer."""
@@ -115,14 +116,18 @@ class ModelStore:
         """The model of a card, from memory or built off the event loop. Raises as `ServedModel.load`."""
         model = self._models.get(card.card_hash)
         if model is None:
-            loop = asyncio.get_running_loop()
-            try:
-                model = await loop.run_in_executor(self._executor, ServedModel.load, card)
-            except IncompatibleError:
-                raise
-            except Exception as error:  # a card is foreign input; what it breaks must not end the router
-                raise IncompatibleError(("model_card",), f"{type(error).__name__}: {error}") from error
-            self._models[card.card_hash] = model
-            while len(self._models) > self._max_models:
-                del self._models[next(iter(self._models))]
+            async with self._turn:
+                model = self._models.get(card.card_hash) or await self._build(card)
         return model if model.model_id == card.model_id else replace(model, model_id=card.model_id)
+
+    async def _build(self, card: ModelCard) -> ServedModel:
+        try:
+            model = await asyncio.get_running_loop().run_in_executor(self._executor, ServedModel.load, card)
+        except IncompatibleError:
+            raise
+        except Exception as error:  # a card is foreign input; what it breaks must not end the router
+            raise IncompatibleError(("model_card",), f"{type(error).__name__}: {error}") from error
+        self._models[card.card_hash] = model
+        while len(self._models) > self._max_models:
+            del self._models[next(iter(self._models))]
+        return model

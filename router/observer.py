@@ -131,7 +131,7 @@ class RequestObserver:
             instruments.time_to_first_token.observe(now - self._received_at)
             self._paces[choice] = _Pace(now, num_tokens)
         elif attempt == self._last_attempt[choice]:
-            instruments.inter_token.observe((now - last_at) / num_tokens)
+            instruments.inter_token.observe_times((now - last_at) / num_tokens, num_tokens)
         else:
             instruments.resumed.inc()
             instruments.resume_gap.observe(now - last_at)

@@ -273,7 +273,7 @@ class Registry:
         self._announce(worker)
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        if worker.reason != reason:
+        if not worker.is_lost:  # told once, however often it is found so
             # Quoted: the reason may be a peer's own words.
             logger.warning("%s %s is lost: %r", worker.role.leg.value, worker.address, reason)
             self._metrics.counter(WORKER_LOST).labels(worker.role.leg.value, worker.address).inc()

@@ -80,6 +80,7 @@ class Worker:
 
     Attributes:
         reason: why it is not available; empty when it is.
+        is_lost: it cannot be used, and has not said since that it serves or drains.
         open_requests: requests this router has on it.
         pending_tokens: prompt tokens of those that still wait for their first token (prefill).
         calls: its attempts travel on it (decode).
@@ -103,6 +104,7 @@ class Worker:
         self.description: Description | None = None
         self.load = WatchResponse()
         self.reason = "not reached yet"
+        self.is_lost = False
         self.open_requests = 0
         self.pending_tokens = 0
         self.claims: set[Claim] = set()
@@ -162,16 +164,16 @@ class Worker:
 
     def available_again(self) -> None:
         """It serves."""
-        self.reason = ""
+        self.reason, self.is_lost = "", False
 
     def lost(self, reason: str) -> None:
         """It cannot be used, and what runs on it must move."""
-        self.reason = reason
+        self.reason, self.is_lost = reason, True
         self.revoke_claims(reason)
 
     def refuses_new(self, reason: str) -> None:
         """It takes nothing new; what runs on it goes on."""
-        self.reason = reason
+        self.reason, self.is_lost = reason, False
 
     def revoke_claims(self, reason: str) -> None:
         """Moves every request away."""

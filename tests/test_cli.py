@@ -11,14 +11,16 @@ from scripted_router import ScriptedRouter
 from typer.testing import CliRunner
 
 import graftline
-from graftline import cli, cli_cluster
+from graftline import cli, cli_cluster, cli_worker
 from graftline.cli import LAZY_COMMANDS, app, model_app
 from graftline.cli_cluster import Answer, _figures
 from graftline.client import Finish, FinishReason, Handoff, Speculation, TreeOrigin, Usage
+from graftline.engine.config import StageMode
 from graftline.engine.model_fetch import CATALOG
 from graftline.errors import UnauthenticatedError
 from graftline.launcher import ClusterSpec
 from graftline.tracing import configured_endpoint
+from graftline.worker import early_stages
 
 FINISH = Finish(
     FinishReason.STOP,
@@ -140,6 +142,21 @@ def test_up_tells_every_process_where_spans_go(monkeypatch: pytest.MonkeyPatch) 
     off, on = started
     assert dict(off.environment) == {}
     assert configured_endpoint(None, on.environment) == "http://collector:4317"
+
+
+@pytest.mark.parametrize(
+    ("split", "later"), [("auto", 2), ("weights", 2), ("measured", 2), ("10,20", 1), ("30", 0)], ids=str
+)
+def test_later_stages_are_forked_early_whatever_splits_the_layers(
+    split: str, later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose stages were not would take seconds longer to start."""
+    forked: list[int] = []
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(early_stages, "fork_stages", lambda count, run: (forked.append(count), ())[1])
+    given = {"stage_mode": StageMode.PROCESSES, "devices": "cpu", "layer_split": split, "stages": 3}
+    assert cli_worker._fork_later_stages(given) == ()
+    assert sum(forked) == later
 
 
 def test_the_demos_table() -> None:

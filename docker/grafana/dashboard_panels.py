@@ -74,7 +74,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "Time between tokens",
-            "Between two messages of a choice, divided by the tokens of the later one.",
+            "Between two messages of a choice, divided by the tokens of the later one and counted for each of them.",
             "s",
             quantiles("graftline_router_inter_token_seconds", MODEL),
         ),

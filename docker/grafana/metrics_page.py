@@ -23,7 +23,7 @@ it at every scrape. Counters end in `_total`, units are base units, histograms o
 | `role` | prefill, decode |
 | `worker` | addresses of workers, as the router knows them |
 | `stage` | 0 to stages - 1 |
-| `outcome` | stop, length, finished, cancelled, or the name of an error class |
+| `outcome` | stop, length, finished, cancelled, an error class, or a prefill's failure (such as `transfer-failed`) |
 | `reason`, `leg` | error classes; prefill, decode |
 | `tree_origin` | real, root_only; none without drafts; unspecified when a stop string ended the choice first |
 | `state`, `part`, `objective` | as the row says |

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from graftline.engine.draft_head.config import CONFIG_FILE, WEIGHTS_FILE, DraftHeadConfig, read_draft_head_config
 from graftline.engine.draft_head.module import HeadWeights, feature_columns, tensor_sizes
 from graftline.engine.draft_head.spread import FeatureSpread
+from graftline.engine.draft_head.tensors import read_tensors
 from graftline.errors import InvalidRequestError
 
 _OPTIONAL = ("fc.bias", "input_layernorm.weight")
@@ -25,10 +25,7 @@ def read_draft_head(folder: Path) -> tuple[DraftHeadConfig, dict[str, Tensor]]:
     """
     config = read_draft_head_config(folder)
     file = folder / WEIGHTS_FILE
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise InvalidRequestError("draft_head", f"{file} cannot be read: {error}") from error
+    tensors = read_tensors(folder)
     num_features = tensors["fc.weight"].shape[1] // config.target_hidden_size if "fc.weight" in tensors else 1
     for name, size in tensor_sizes(config, num_features).items():
         if name not in tensors and name.endswith(_OPTIONAL):

@@ -12,21 +12,17 @@ import torch
 from torch import Tensor
 
 from graftline.engine.models.checkpoint import Checkpoint
-from graftline.engine.models.config import ModelConfig
-from graftline.engine.models.rope import rope_tables
+from graftline.engine.models.partial_model import PartialModel
+from graftline.engine.models.rope import POSITIONS_PAST_CONTEXT, rope_tables
 from graftline.engine.models.target_model import KvViews, StateViews
-from graftline.errors import InvalidRequestError
+from graftline.engine.models.weight_loader import WeightLoader
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
 from graftline.kernels.decoder_layer import DenseLayers, LayerPages
 from graftline.kernels.layer_weights import DecoderLayerShape
-from graftline.kernels.linear import LinearWeight, linear_wide, pack_linear, unpack_rows
-from graftline.kernels.norm import rms_norm
+from graftline.kernels.linear import LinearWeight, pack_linear
 from graftline.kernels.tree_batch import RowBatch
 from graftline.kernels.weight_arena import WeightArena
-
-# Draft nodes may stand past the context's end before they are cut; their rotations must exist.
-_POSITIONS_PAST_CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +39,15 @@ class LayerWeights:
     down: LinearWeight  # intermediate -> hidden
 
 
-class DenseModel:
+class DenseModel(PartialModel):
     """Decoder layers `layers` of a model and, where asked for, its embedding and its output head.
 
+    See `TargetModel`; for other arguments and errors `PartialModel`.
+
     Args:
-        layers: contiguous global layer ids; may be empty.
         dtype: float32 or bfloat16; what weights are stored in.
-        with_embedding: hold the token embedding (the first stage, and the last when its drafter needs it).
-        with_head: hold the final norm and the output head. A tied head and embedding are one matrix.
         attention: how layers attend on CUDA.
         may_reside: see `DenseLayers`.
-
-    Raises:
-        InvalidRequestError: the checkpoint lacks a tensor, or one is not shaped as the config says.
-        ValueError: layers that the model does not have.
     """
 
     def __init__(
@@ -71,18 +62,10 @@ class DenseModel:
         attention: Attention = paged_attention,
         may_reside: bool = True,
     ) -> None:
-        config = checkpoint.config
-        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
-            raise ValueError(f"{layers} of a model with {config.num_layers} layers")
-        self.config: ModelConfig = config
-        self.layers = layers
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
-        loader = _Loader(checkpoint, dtype, self.activation_dtype, self.device)
-        self._embedding, self._head = loader.top(with_embedding, with_head)
-        self._norm = loader.norm("model.norm", config.hidden_size) if with_head else None
-        cos, sin = rope_tables(config.rope, config.head_dim, config.context_length + _POSITIONS_PAST_CONTEXT)
+        loader = _Loader(checkpoint, dtype, device)
+        super().__init__(loader, layers, with_embedding=with_embedding, with_head=with_head)
+        config = self.config
+        cos, sin = rope_tables(config.rope, config.head_dim, config.context_length + POSITIONS_PAST_CONTEXT)
         shape = DecoderLayerShape(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -97,21 +80,6 @@ class DenseModel:
         # Describing the pages of thirty layers takes as long as a layer; pools live as long as their model.
         self._pages: WeakKeyDictionary[KvViews, LayerPages] = WeakKeyDictionary()
 
-    @property
-    def embedding(self) -> LinearWeight | None:
-        """See `TargetModel`."""
-        return self._embedding
-
-    @property
-    def head(self) -> LinearWeight | None:
-        """See `TargetModel`."""
-        return self._head
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings of [rows] int64 ids: [rows, hidden]."""
-        assert self._embedding is not None, "this stage was loaded without the embedding"
-        return unpack_rows(self._embedding, token_ids)
-
     def run_layers(
         self,
         hidden: Tensor,
@@ -120,17 +88,7 @@ class DenseModel:
         capture: Sequence[int] = (),
         states: StateViews | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Runs this stage's layers and writes their KV.
-
-        Args:
-            hidden: [rows, hidden] residual stream before the first of them; not changed.
-            capture: features wanted: n is the residual stream after n decoder layers. Those of other stages are
-                passed over: this one gives layers.start < n <= layers.stop, and 0 (the embedding) if it starts there.
-            states: none, for a dense model.
-
-        Returns:
-            ([rows, hidden] residual stream after the last layer, feature by n, each [rows, hidden]).
-        """
+        """See `TargetModel`; `states` is not for dense models."""
         first = self.layers.start
         features = {0: hidden} if first == 0 and 0 in capture else {}
         if self._stack is None:
@@ -139,21 +97,6 @@ class DenseModel:
         hidden, captured = self._stack.run(hidden, batch, self._pages_of(kv), own)
         return hidden, features | {first + n: feature for n, feature in captured.items()}
 
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] residual stream after the last layer -> what the output head reads."""
-        assert self._norm is not None, "this stage was loaded without the head"
-        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """[rows, hidden] from `final_norm` -> [rows, vocab] float32."""
-        assert self._head is not None, "this stage was loaded without the head"
-        return linear_wide(normed, self._head)
-
-    def head_rows(self, token_ids: Tensor) -> Tensor:
-        """Rows of the output head for [n] int64 ids: [n, hidden]."""
-        assert self._head is not None, "this stage was loaded without the head"
-        return unpack_rows(self._head, token_ids)
-
     def _pages_of(self, kv: KvViews) -> LayerPages:
         pages = self._pages.get(kv)
         if pages is None:
@@ -161,34 +104,32 @@ class DenseModel:
         return pages
 
 
-class _Loader:
-    """Tensors of a checkpoint, converted, stacked, packed and on their device."""
+class _Loader(WeightLoader):
+    """Stacks what is read together, and packs all into one arena."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, activation_dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._activation_dtype = activation_dtype
-        self._device = device
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(checkpoint, dtype, device)
         self._arena = WeightArena()
 
     def norm(self, module: str, size: int) -> Tensor:
         # A copy: kernels keep its address, and the checkpoint's may lie in a mapped file.
-        return self._tensor(f"{module}.weight", (size,)).to(self._device, self._activation_dtype, copy=True)
+        return self.tensor(f"{module}.weight", size).to(self.device, self.activation_dtype, copy=True)
+
+    def matrix(self, module: str, rows: int, columns: int) -> LinearWeight:
+        return self.projection(columns, {module: rows})
 
     def projection(self, columns: int, rows: Mapping[str, int], has_bias: bool = False) -> LinearWeight:
         """The matrices of `rows` (module -> its outputs) below each other."""
-        weights = [self._tensor(f"{module}.weight", (size, columns)) for module, size in rows.items()]
-        stacked = torch.cat([weight.to(self._device, self._dtype) for weight in weights])
+        weights = [self.tensor(f"{module}.weight", size, columns) for module, size in rows.items()]
+        stacked = torch.cat([weight.to(self.device, self.dtype) for weight in weights])
         if not has_bias:
             return pack_linear(stacked, arena=self._arena)
-        biases = [self._tensor(f"{module}.bias", (size,)) for module, size in rows.items()]
-        bias = torch.cat([bias.to(self._device, self._activation_dtype) for bias in biases])
+        biases = [self.tensor(f"{module}.bias", size) for module, size in rows.items()]
+        bias = torch.cat([bias.to(self.device, self.activation_dtype) for bias in biases])
         return pack_linear(stacked, bias, arena=self._arena)
 
     def layer(self, layer: int) -> LayerWeights:
-        config = self._checkpoint.config
+        config = self.config
         hidden, inner = config.hidden_size, config.intermediate_size
         prefix = f"model.layers.{layer}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -205,22 +146,3 @@ class _Loader:
             gate_up=self.projection(hidden, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
             down=self.projection(inner, {f"{mlp}.down_proj": hidden}),
         )
-
-    def top(self, with_embedding: bool, with_head: bool) -> tuple[LinearWeight | None, LinearWeight | None]:
-        """Embedding and head, one object when they are tied."""
-        config = self._checkpoint.config
-
-        def matrix(module: str) -> LinearWeight:
-            return self.projection(config.hidden_size, {module: config.vocab_size})
-
-        if config.tie_embeddings:
-            shared = matrix("model.embed_tokens") if with_embedding or with_head else None
-            return (shared if with_embedding else None), (shared if with_head else None)
-        embedding = matrix("model.embed_tokens") if with_embedding else None
-        return embedding, matrix("lm_head") if with_head else None
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._checkpoint.tensor(name)
-        if tensor.shape != shape:
-            raise InvalidRequestError("model", f"tensor {name} is {tuple(tensor.shape)}, the config says {shape}")
-        return tensor

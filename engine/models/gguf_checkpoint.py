@@ -55,10 +55,9 @@ class GgufCheckpoint:
     def has_tensor(self, name: str) -> bool:
         """Whether the file holds the parameter of that Hugging Face name."""
         try:
-            self._file.tensor(gguf_name(name))
+            return gguf_name(name) in self._file.tensors
         except KeyError:
             return False
-        return True
 
     def tensor(self, name: str) -> Tensor:
         """The parameter of that Hugging Face name, dequantised."""

@@ -49,7 +49,11 @@ class HfCheckpoint:
         """The parameter of that name; float16 comes as float32."""
         if name not in self._file_of:
             raise InvalidRequestError("model", f"{self.path} has no tensor {name}")
-        value: Tensor = self._handle(self._file_of[name]).get_tensor(name)
+        file = self._file_of[name]
+        try:
+            value: Tensor = self._handle(file).get_tensor(name)
+        except SafetensorError as error:  # an index may name what its file does not hold
+            raise InvalidRequestError("model", f"cannot read tensor {name} of {file}: {error}") from error
         if value.dtype == torch.float16:
             return value.float()
         if value.dtype not in (torch.float32, torch.bfloat16):

@@ -13,8 +13,9 @@ from torch import Tensor
 from graftline.engine.models.checkpoint import Checkpoint
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.hybrid_config import LinearShape
+from graftline.engine.models.partial_model import PartialModel
 from graftline.engine.models.qwen3_next_weights import AttentionWeights, BlockWeights, DeltaWeights, Qwen3NextLoader
-from graftline.engine.models.rope import rope_tables
+from graftline.engine.models.rope import POSITIONS_PAST_CONTEXT, rope_tables
 from graftline.engine.models.target_model import KvViews, StateViews
 from graftline.kernels.attention import paged_attention
 from graftline.kernels.attention_backend import Attention
@@ -23,13 +24,10 @@ from graftline.kernels.causal_conv import causal_conv
 from graftline.kernels.gated_delta import delta_inputs, gated_delta, gated_rms_norm
 from graftline.kernels.gating import sigmoid_mul
 from graftline.kernels.kv_write import write_kv
-from graftline.kernels.linear import LinearWeight, linear, linear_wide, unpack_rows
+from graftline.kernels.linear import linear
 from graftline.kernels.norm import add_rms_norm, rms_norm
 from graftline.kernels.rope import rope_
 from graftline.kernels.tree_batch import RowBatch
-
-# Draft nodes may stand past the context's end before they are cut; their rotations must exist.
-POSITIONS_PAST_CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +44,14 @@ def rotations(config: ModelConfig, device: torch.device) -> Rotations:
     return Rotations(cos.to(device), sin.to(device))
 
 
-class Qwen3NextModel:
+class Qwen3NextModel(PartialModel):
     """Decoder layers `layers` of a model and, where asked for, its embedding and its output head.
 
-    See `graftline.engine.models.target_model.TargetModel`.
+    See `TargetModel`; for other arguments and errors `PartialModel`.
 
     Args:
-        layers: contiguous global layer ids; may be empty.
         dtype: float32 or bfloat16.
-        with_embedding: hold the token embedding.
-        with_head: hold the final norm and the output head.
         attention: how layers attend.
-
-    Raises:
-        InvalidRequestError: the checkpoint lacks a tensor, or one is not shaped as the config says.
-        ValueError: layers that the model does not have.
     """
 
     def __init__(
@@ -74,37 +65,12 @@ class Qwen3NextModel:
         with_head: bool = True,
         attention: Attention = paged_attention,
     ) -> None:
-        config = checkpoint.config
-        assert config.hybrid is not None, "a dense model"
-        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
-            raise ValueError(f"{layers} of a model with {config.num_layers} layers")
-        self.config: ModelConfig = config
-        self.layers = layers
-        self.dtype = dtype
+        loader = Qwen3NextLoader(checkpoint, dtype, device)
+        super().__init__(loader, layers, with_embedding=with_embedding, with_head=with_head)
         self._attention = attention
-        self.device = torch.device(device)
-        activations = torch.float32 if self.device.type == "cpu" else dtype
-        loader = Qwen3NextLoader(checkpoint, dtype, activations, self.device)
-        self._embedding, self._head = loader.top(with_embedding, with_head)
-        self._norm = loader.norm("model.norm", config.hidden_size) if with_head else None
-        self._rotations = rotations(config, self.device)
-        self._linear = config.hybrid.linear
+        self._rotations = rotations(self.config, self.device)
+        self._linear = loader.hybrid.linear
         self._blocks = {layer: loader.layer(layer) for layer in layers}
-
-    @property
-    def embedding(self) -> LinearWeight | None:
-        """See `TargetModel`."""
-        return self._embedding
-
-    @property
-    def head(self) -> LinearWeight | None:
-        """See `TargetModel`."""
-        return self._head
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """See `TargetModel`."""
-        assert self._embedding is not None, "this stage was loaded without the embedding"
-        return unpack_rows(self._embedding, token_ids)
 
     def run_layers(
         self,
@@ -131,21 +97,6 @@ class Qwen3NextModel:
             if layer + 1 in capture:
                 features[layer + 1] = hidden
         return hidden, features
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """See `TargetModel`."""
-        assert self._norm is not None, "this stage was loaded without the head"
-        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """See `TargetModel`."""
-        assert self._head is not None, "this stage was loaded without the head"
-        return linear_wide(normed, self._head)
-
-    def head_rows(self, token_ids: Tensor) -> Tensor:
-        """See `TargetModel`."""
-        assert self._head is not None, "this stage was loaded without the head"
-        return unpack_rows(self._head, token_ids)
 
 
 def run_attention(

@@ -52,8 +52,7 @@ class MtpModule:
         self.feature_layers: tuple[int, ...] = (FINAL_NORM,)
         self.growth: DraftGrowth | None = None
         self.is_capturable = False  # experts are looked up on the host
-        activations = torch.float32 if device.type == "cpu" else dtype
-        loader, hidden = Qwen3NextLoader(checkpoint, dtype, activations, device), self._config.hidden_size
+        loader, hidden = Qwen3NextLoader(checkpoint, dtype, device), self._config.hidden_size
         self._fc = loader.matrix("mtp.fc", hidden, 2 * hidden)
         self._embedding_norm = loader.norm("mtp.pre_fc_norm_embedding", hidden)
         self._hidden_norm = loader.norm("mtp.pre_fc_norm_hidden", hidden)

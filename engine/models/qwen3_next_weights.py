@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from graftline.engine.models.checkpoint import Checkpoint
-from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.hybrid_config import Hybrid, LayerKind
 from graftline.engine.models.moe import GatedBlock, MoeBlock
-from graftline.errors import InvalidRequestError
+from graftline.engine.models.weight_loader import WeightLoader
 from graftline.kernels.linear import LinearWeight, pack_linear
 
 
@@ -49,33 +48,26 @@ class BlockWeights:
     feed_forward: GatedBlock | MoeBlock
 
 
-class Qwen3NextLoader:
+class Qwen3NextLoader(WeightLoader):
     """Reads layers of a checkpoint.
 
-    Args:
-        dtype: what matrices are stored in.
-        activations: what norms and convolutions are stored in.
+    Attributes:
+        hybrid: what the config says of layers beyond a dense model's.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, activations: torch.dtype, device: torch.device
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._activations = activations
-        self._device = device
-        self._config: ModelConfig = checkpoint.config
-        assert self._config.hybrid is not None, "a dense model"
-        self._hybrid: Hybrid = self._config.hybrid
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(checkpoint, dtype, device)
+        assert self.config.hybrid is not None, "a dense model"
+        self.hybrid: Hybrid = self.config.hybrid
 
     def layer(self, layer: int) -> BlockWeights:
         """A decoder layer of the model."""
-        hybrid = self._hybrid
+        hybrid = self.hybrid
         return self.block(f"model.layers.{layer}", hybrid.layer_kinds[layer], hybrid.moe_layers[layer])
 
     def block(self, prefix: str, kind: LayerKind, has_experts: bool) -> BlockWeights:
         """The decoder layer whose tensors' names start with `prefix`."""
-        hidden, inner = self._config.hidden_size, self._config.intermediate_size
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
         is_full = kind is LayerKind.FULL
         return BlockWeights(
             input_norm=self.norm(f"{prefix}.input_layernorm", hidden),
@@ -86,28 +78,18 @@ class Qwen3NextLoader:
 
     def norm(self, module: str, size: int) -> Tensor:
         """The scale of a norm, which is stored as its distance from 1."""
-        return (self._tensor(f"{module}.weight", size).float() + 1.0).to(self._device, self._activations)
+        return (self.tensor(f"{module}.weight", size).float() + 1.0).to(self.device, self.activation_dtype)
 
     def matrix(self, module: str, rows: int, columns: int) -> LinearWeight:
         """One packed matrix."""
-        return self._packed(self._tensor(f"{module}.weight", rows, columns))
-
-    def top(self, with_embedding: bool, with_head: bool) -> tuple[LinearWeight | None, LinearWeight | None]:
-        """Embedding and head, one object when they are tied."""
-        size, hidden = self._config.vocab_size, self._config.hidden_size
-        tied = self._config.tie_embeddings
-        embedding = None
-        if with_embedding or (with_head and tied):
-            embedding = self.matrix("model.embed_tokens", size, hidden)
-        head = (embedding if tied else self.matrix("lm_head", size, hidden)) if with_head else None
-        return (embedding if with_embedding else None), head
+        return self._packed(self.tensor(f"{module}.weight", rows, columns))
 
     def _attention(self, prefix: str) -> AttentionWeights:
-        config = self._config
+        config = self.config
         hidden, head_dim = config.hidden_size, config.head_dim
-        queries = self._tensor(f"{prefix}.q_proj.weight", 2 * config.q_size, hidden)
+        queries = self.tensor(f"{prefix}.q_proj.weight", 2 * config.q_size, hidden)
         queries = queries.view(config.num_heads, 2, head_dim, hidden)  # per head: the query, then its gate
-        k, v = (self._tensor(f"{prefix}.{name}_proj.weight", config.kv_size, hidden) for name in "kv")
+        k, v = (self.tensor(f"{prefix}.{name}_proj.weight", config.kv_size, hidden) for name in "kv")
         parts = (queries[:, 0].flatten(0, 1), k, v, queries[:, 1].flatten(0, 1))
         return AttentionWeights(
             inputs=self._packed(torch.cat(parts)),
@@ -117,33 +99,33 @@ class Qwen3NextLoader:
         )
 
     def _delta(self, prefix: str) -> DeltaWeights:
-        shape, hidden = self._hybrid.linear, self._config.hidden_size
+        shape, hidden = self.hybrid.linear, self.config.hidden_size
         groups, key_dim = shape.num_key_heads, shape.key_dim
         values = shape.value_size // groups  # values of the value heads that share a key head
-        mixed = self._tensor(f"{prefix}.in_proj_qkvz.weight", 2 * shape.key_size + 2 * shape.value_size, hidden).view(
+        mixed = self.tensor(f"{prefix}.in_proj_qkvz.weight", 2 * shape.key_size + 2 * shape.value_size, hidden).view(
             groups, -1, hidden
         )
-        gates = self._tensor(f"{prefix}.in_proj_ba.weight", 2 * shape.num_value_heads, hidden).view(groups, -1, hidden)
+        gates = self.tensor(f"{prefix}.in_proj_ba.weight", 2 * shape.num_value_heads, hidden).view(groups, -1, hidden)
         heads = shape.num_value_heads // groups
         parts = (
             *torch.split(mixed, [key_dim, key_dim, values, values], dim=1),
             *torch.split(gates, [heads, heads], dim=1),
         )
-        conv = self._tensor(f"{prefix}.conv1d.weight", shape.conv_channels, 1, shape.conv_width)
-        rate = self._tensor(f"{prefix}.A_log", shape.num_value_heads).float().exp()
+        conv = self.tensor(f"{prefix}.conv1d.weight", shape.conv_channels, 1, shape.conv_width)
+        rate = self.tensor(f"{prefix}.A_log", shape.num_value_heads).float().exp()
         return DeltaWeights(
             inputs=self._packed(torch.cat([part.flatten(0, 1) for part in parts])),
-            conv=conv.squeeze(1).t().to(self._device, self._activations, copy=True).contiguous(),
-            decay_rate=rate.to(self._device),
-            time_bias=self._tensor(f"{prefix}.dt_bias", shape.num_value_heads).to(
-                self._device, torch.float32, copy=True
+            conv=conv.squeeze(1).t().to(self.device, self.activation_dtype, copy=True).contiguous(),
+            decay_rate=rate.to(self.device),
+            time_bias=self.tensor(f"{prefix}.dt_bias", shape.num_value_heads).to(self.device, torch.float32, copy=True),
+            norm=self.tensor(f"{prefix}.norm.weight", shape.value_dim).to(
+                self.device, self.activation_dtype, copy=True
             ),
-            norm=self._tensor(f"{prefix}.norm.weight", shape.value_dim).to(self._device, self._activations, copy=True),
             output=self.matrix(f"{prefix}.out_proj", hidden, shape.value_size),
         )
 
     def _experts(self, prefix: str) -> MoeBlock:
-        moe, hidden = self._hybrid.moe, self._config.hidden_size
+        moe, hidden = self.hybrid.moe, self.config.hidden_size
         return MoeBlock(
             router=self.matrix(f"{prefix}.gate", moe.num_experts, hidden),
             experts=[self._gated(f"{prefix}.experts.{n}", moe.expert_size) for n in range(moe.num_experts)],
@@ -154,15 +136,9 @@ class Qwen3NextLoader:
         )
 
     def _gated(self, prefix: str, inner: int) -> GatedBlock:
-        hidden = self._config.hidden_size
-        gate, up = (self._tensor(f"{prefix}.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
+        hidden = self.config.hidden_size
+        gate, up = (self.tensor(f"{prefix}.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
         return GatedBlock(self._packed(torch.cat((gate, up))), self.matrix(f"{prefix}.down_proj", hidden, inner))
 
     def _packed(self, weight: Tensor) -> LinearWeight:
-        return pack_linear(weight.to(self._device, self._dtype))
-
-    def _tensor(self, name: str, *shape: int) -> Tensor:
-        tensor = self._checkpoint.tensor(name)
-        if tensor.shape != shape:
-            raise InvalidRequestError("model", f"tensor {name} is {tuple(tensor.shape)}, the config says {shape}")
-        return tensor
+        return pack_linear(weight.to(self.device, self.dtype))

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Draft nodes may stand past the context's end before they are cut; their rotations must exist.
+POSITIONS_PAST_CONTEXT = 256
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:

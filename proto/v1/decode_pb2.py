@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from graftline.proto.v1 import common_pb2 as graftline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19graftline/v1/decode.proto\x12\x0cgraftline.v1\x1a\x19graftline/v1/common.proto\"\x8e\x02\n\x1c\x44\x65\x63odeServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x17\n\x0fprefill_address\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.graftline.v1.SamplingParams\x12.\n\x08stopping\x18\x07 \x01(\x0b\x32\x1c.graftline.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\x88\x01\n\x1d\x44\x65\x63odeServiceGenerateResponse\x12,\n\x06tokens\x18\x01 \x01(\x0b\x32\x1a.graftline.v1.DecodeTokensH\x00\x12\x30\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1c.graftline.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent\"f\n\x0c\x44\x65\x63odeTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.graftline.v1.TokenLogprob\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xf0\x01\n\x0e\x44\x65\x63odeFinished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.graftline.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.graftline.v1.Usage\x12\x33\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1e.graftline.v1.SpeculationStats\x12+\n\x07handoff\x18\x05 \x01(\x0b\x32\x1a.graftline.v1.HandoffStatsB\x10\n\x0e_stop_token_id\"s\n\x13GenerateManyRequest\x12(\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x19.graftline.v1.CarriedCall\x12\x1a\n\x12\x63\x61ncelled_call_ids\x18\x02 \x03(\x04\x12\x16\n\x0e\x61sked_call_ids\x18\x03 \x03(\x04\"\xed\x01\n\x0b\x43\x61rriedCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12;\n\x07request\x18\x02 \x01(\x0b\x32*.graftline.v1.DecodeServiceGenerateRequest\x12\x16\n\ttimeout_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x39\n\x08metadata\x18\x04 \x03(\x0b\x32\'.graftline.v1.CarriedCall.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0c\n\n_timeout_s\"B\n\x14GenerateManyResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.graftline.v1.CarriedEvent\"{\n\x0c\x43\x61rriedEvent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12?\n\x08response\x18\x02 \x01(\x0b\x32+.graftline.v1.DecodeServiceGenerateResponseH\x00\x12\x10\n\x06status\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05\x65vent2\xd1\x01\n\rDecodeService\x12\x65\n\x08Generate\x12*.graftline.v1.DecodeServiceGenerateRequest\x1a+.graftline.v1.DecodeServiceGenerateResponse0\x01\x12Y\n\x0cGenerateMany\x12!.graftline.v1.GenerateManyRequest\x1a\".graftline.v1.GenerateManyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19graftline/v1/decode.proto\x12\x0cgraftline.v1\x1a\x19graftline/v1/common.proto\"\x8e\x02\n\x1c\x44\x65\x63odeServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x17\n\x0fprefill_address\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.graftline.v1.SamplingParams\x12.\n\x08stopping\x18\x07 \x01(\x0b\x32\x1c.graftline.v1.StoppingParams\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\x88\x01\n\x1d\x44\x65\x63odeServiceGenerateResponse\x12,\n\x06tokens\x18\x01 \x01(\x0b\x32\x1a.graftline.v1.DecodeTokensH\x00\x12\x30\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1c.graftline.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent\"f\n\x0c\x44\x65\x63odeTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.graftline.v1.TokenLogprob\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xf0\x01\n\x0e\x44\x65\x63odeFinished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.graftline.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.graftline.v1.Usage\x12\x33\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1e.graftline.v1.SpeculationStats\x12+\n\x07handoff\x18\x05 \x01(\x0b\x32\x1a.graftline.v1.HandoffStatsB\x10\n\x0e_stop_token_id\"\x8e\x01\n\x13GenerateManyRequest\x12(\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x19.graftline.v1.CarriedCall\x12\x1a\n\x12\x63\x61ncelled_call_ids\x18\x02 \x03(\x04\x12\x16\n\x0e\x61sked_call_ids\x18\x03 \x03(\x04\x12\x19\n\x11\x61nswered_call_ids\x18\x04 \x03(\x04\"\xed\x01\n\x0b\x43\x61rriedCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12;\n\x07request\x18\x02 \x01(\x0b\x32*.graftline.v1.DecodeServiceGenerateRequest\x12\x16\n\ttimeout_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x39\n\x08metadata\x18\x04 \x03(\x0b\x32\'.graftline.v1.CarriedCall.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0c\n\n_timeout_s\"B\n\x14GenerateManyResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.graftline.v1.CarriedEvent\"{\n\x0c\x43\x61rriedEvent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12?\n\x08response\x18\x02 \x01(\x0b\x32+.graftline.v1.DecodeServiceGenerateResponseH\x00\x12\x10\n\x06status\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05\x65vent2\xd1\x01\n\rDecodeService\x12\x65\n\x08Generate\x12*.graftline.v1.DecodeServiceGenerateRequest\x1a+.graftline.v1.DecodeServiceGenerateResponse0\x01\x12Y\n\x0cGenerateMany\x12!.graftline.v1.GenerateManyRequest\x1a\".graftline.v1.GenerateManyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,16 +42,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODETOKENS']._serialized_end=584
   _globals['_DECODEFINISHED']._serialized_start=587
   _globals['_DECODEFINISHED']._serialized_end=827
-  _globals['_GENERATEMANYREQUEST']._serialized_start=829
-  _globals['_GENERATEMANYREQUEST']._serialized_end=944
-  _globals['_CARRIEDCALL']._serialized_start=947
-  _globals['_CARRIEDCALL']._serialized_end=1184
-  _globals['_CARRIEDCALL_METADATAENTRY']._serialized_start=1123
-  _globals['_CARRIEDCALL_METADATAENTRY']._serialized_end=1170
-  _globals['_GENERATEMANYRESPONSE']._serialized_start=1186
-  _globals['_GENERATEMANYRESPONSE']._serialized_end=1252
-  _globals['_CARRIEDEVENT']._serialized_start=1254
-  _globals['_CARRIEDEVENT']._serialized_end=1377
-  _globals['_DECODESERVICE']._serialized_start=1380
-  _globals['_DECODESERVICE']._serialized_end=1589
+  _globals['_GENERATEMANYREQUEST']._serialized_start=830
+  _globals['_GENERATEMANYREQUEST']._serialized_end=972
+  _globals['_CARRIEDCALL']._serialized_start=975
+  _globals['_CARRIEDCALL']._serialized_end=1212
+  _globals['_CARRIEDCALL_METADATAENTRY']._serialized_start=1151
+  _globals['_CARRIEDCALL_METADATAENTRY']._serialized_end=1198
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=1214
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=1280
+  _globals['_CARRIEDEVENT']._serialized_start=1282
+  _globals['_CARRIEDEVENT']._serialized_end=1405
+  _globals['_DECODESERVICE']._serialized_start=1408
+  _globals['_DECODESERVICE']._serialized_end=1617
 # @@protoc_insertion_point(module_scope)

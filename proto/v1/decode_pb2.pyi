@@ -177,6 +177,7 @@ class GenerateManyRequest(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     CANCELLED_CALL_IDS_FIELD_NUMBER: _builtins.int
     ASKED_CALL_IDS_FIELD_NUMBER: _builtins.int
+    ANSWERED_CALL_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CarriedCall]: ...
     @_builtins.property
@@ -187,16 +188,21 @@ class GenerateManyRequest(_message.Message):
     def asked_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Calls that nothing was heard of for long: those that the decode does not know are answered with a status."""
 
+    @_builtins.property
+    def answered_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of the cancelled calls whose answer is whole: a stop string ended its text, which only the router can see."""
+
     def __init__(
         self,
         *,
         calls: _abc.Iterable[Global___CarriedCall] | None = ...,
         cancelled_call_ids: _abc.Iterable[_builtins.int] | None = ...,
         asked_call_ids: _abc.Iterable[_builtins.int] | None = ...,
+        answered_call_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_call_ids", b"asked_call_ids", "calls", b"calls", "cancelled_call_ids", b"cancelled_call_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_call_ids", b"answered_call_ids", "asked_call_ids", b"asked_call_ids", "calls", b"calls", "cancelled_call_ids", b"cancelled_call_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,10 +59,14 @@ class Child:
         Raises:
             ChildDiedError: it ended instead.
             InternalError: it was not ready in time; it has been ended.
+            OSError: its log cannot be written.
         """
         read_end, write_end = os.pipe()
         try:
             await self._spawn(write_end)
+        except BaseException:
+            os.close(read_end)
+            raise
         finally:
             os.close(write_end)
         try:

@@ -19,7 +19,7 @@ from graftline.engine.verify_mode import VerifyMode
 from graftline.errors import InvalidRequestError
 from graftline.worker.config import TransferConfig, TransferProtocol, TransportName, WorkerConfig
 from graftline.worker.host_memory import check_room
-from graftline.worker.options import EngineOptions, InitialTree, resolve_engine_config
+from graftline.worker.options import MEASURED, WEIGHTS, EngineOptions, InitialTree, resolve_engine_config
 from graftline.worker.placement import AUTO, CPU, DeviceMemory, Host
 from graftline.worker.process import die_with_launcher, end_process, outlive_signals, set_up_logging
 
@@ -284,7 +284,7 @@ def _fork_later_stages(given: dict[str, Any]) -> "tuple[EarlyStage, ...]":
     if "WORLD_SIZE" in os.environ or given["stage_mode"] is StageMode.THREADS or given["devices"] != CPU:
         return ()
     split = given["layer_split"]
-    count = given["stages"] if split == AUTO else split.count(",") + 1
+    count = given["stages"] if split in (AUTO, MEASURED, WEIGHTS) else split.count(",") + 1
     if count == 1:
         return ()
     from graftline.worker.early_stages import fork_stages

@@ -132,7 +132,7 @@ TIME_TO_FIRST_TOKEN = _router(
 INTER_TOKEN = _router(
     "inter_token_seconds",
     Kind.HISTOGRAM,
-    "Time between two messages of a choice, divided by the tokens of the later one.",
+    "Time between two messages of a choice, divided by the tokens of the later one and counted for each of them.",
     ("model",),
     LATENCY_BUCKETS_S,
 )
@@ -225,7 +225,7 @@ WORKER_STAGE_STEPS = _engine("worker_stage_steps_total", Kind.COUNTER, "Steps a 
 WORKER_PLANNED_BYTES = _engine(
     "worker_planned_bytes",
     Kind.GAUGE,
-    "Bytes of the memory plan, by stage and part: weights, the pools the plan names, and captured graphs as measured.",
+    "Bytes of the memory plan, by stage and part: weights, the pools the plan names, and graphs and rings as measured.",
     ("role", "stage", "part"),
 )
 WORKER_RESIDENT_BYTES = _engine(
@@ -247,7 +247,8 @@ WORKER_STARTED = _service("worker_requests_started_total", Kind.COUNTER, "Reques
 WORKER_ENDED = _service(
     "worker_requests_ended_total",
     Kind.COUNTER,
-    "Requests taken that ended, by outcome: finished, stop, length, or an error class. Started minus ended is open.",
+    "Requests taken that ended, by outcome: stop, length or an error class; of a prefill finished, cancelled or a "
+    "failure. Started minus ended is open.",
     ("role", "outcome"),
 )
 WORKER_REQUEST_TIME = _service(
@@ -315,7 +316,7 @@ DECODE_QUARANTINES = _service(
 DECODE_INTER_TOKEN = _service(
     "decode_inter_token_seconds",
     Kind.HISTOGRAM,
-    "Time between two messages of a request, divided by the tokens of the later one.",
+    "Time between two messages of a request, divided by the tokens of the later one and counted for each of them.",
     (),
     LATENCY_BUCKETS_S,
     _DECODE,

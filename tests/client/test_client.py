@@ -97,6 +97,7 @@ async def test_every_option_reaches_the_router() -> None:
         (PROMPT, {"wrong": 1}, "wrong"),
         ([1, -1], {}, "prompt"),
         (["a"], {}, "prompt"),
+        ([Message("user", "Hi"), {"role": "user", "content": "Hi"}], {}, "prompt"),
         (PROMPT, {"top_p": 5}, "top_p"),
         ("", {}, "text"),
     ],

@@ -80,6 +80,24 @@ async def test_open_calls_of_a_stream_are_bounded() -> None:
         await decode.whole()
 
 
+async def test_a_prefill_in_use_is_not_forgotten_for_another() -> None:
+    """A call that comes right behind one which has not spoken to its prefill yet must not take its channel away."""
+    async with prefill_side() as first, prefill_side() as other, decode_side(settings=replace(QUICK, max_peers=1)) as d:
+        stream = d.stub.GenerateMany()
+        await stream.write(GenerateManyRequest(calls=[asked(1, first.address)]))
+        await events_of(stream, 1)
+        await stream.write(GenerateManyRequest(calls=[asked(2, first.address), asked(3, other.address)]))
+        events = await events_of(stream, 2)
+        assert events[2][-1].response.HasField("finished")
+        failure = failure_from_status(events[3][0].status)
+        assert failure is not None
+        assert isinstance(failure.error, OutOfCapacityError)
+        await d.whole()
+        await stream.write(GenerateManyRequest(calls=[asked(4, other.address)]))
+        assert (await events_of(stream, 1))[4][-1].response.HasField("finished")
+        stream.cancel()
+
+
 async def test_a_drained_decode_ends_its_streams_and_refuses_new_ones() -> None:
     """Nothing of a router's keeps a worker from stopping at once."""
     async with prefill_side() as prefill, decode_side() as decode:

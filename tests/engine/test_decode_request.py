@@ -2,8 +2,8 @@
 
 import pytest
 
-from graftline.engine.decode_request import DecodeRequest, Ending, Phase, slot_opening
-from graftline.engine.plan import SampledToken, SegmentOutcome
+from graftline.engine.decode_request import DecodeRequest, Ending, Phase
+from graftline.engine.plan import SampledToken, SegmentOutcome, SlotOpening
 from graftline.engine.request import (
     DraftTree,
     FinishReason,
@@ -130,10 +130,10 @@ def test_earlier_attempts_count() -> None:
     """CASES R03: after a preemption the same limits hold over all tokens."""
     state = started(Stopping(8), earlier=4)
     assert (state.committed, state.output_len, state.left) == (9, 5, 3)
-    opening = slot_opening(state.request, 3)
+    opening = SlotOpening.of(state.request, 3)
     assert opening.min_ending_position == 5
     later = Request(state.request.key, state.request.token_ids, 5, Sampling(seed=3), Stopping(8, min_tokens=6))
-    assert slot_opening(later, 3).min_ending_position == 11, "the position of output token 6, whatever the attempt"
+    assert SlotOpening.of(later, 3).min_ending_position == 11, "the position of output token 6, whatever the attempt"
 
 
 def test_a_round_commits_what_it_accepted() -> None:

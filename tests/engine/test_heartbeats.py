@@ -16,6 +16,7 @@ from graftline.engine.stage_worker import StageWorker
 from graftline.engine.step_gate import StepGate
 from graftline.engine.transfer_port import NoTransfer
 from graftline.engine.tree_shape import NO_SPECULATION
+from graftline.errors import PeerUnavailableError
 
 WAIT_S = 10
 BEATS = 8  # that fit into the silence which is allowed
@@ -70,6 +71,38 @@ def test_a_stage_that_is_late_again_and_again_is_alive(pause: int) -> None:
             world.beat(0)
         world.beat(0, 1)
     assert world.failure() is None
+
+
+def test_a_stage_may_speak_for_the_first_time_during_a_beat() -> None:
+    """Reports come from threads of their own."""
+    world = Silence()
+
+    class Beats(int):
+        def __mul__(self, other: object) -> Any:
+            world.pipeline.put(StageAlive(1, 1, 0.0, 0))
+            return 0.0
+
+    world.pipeline.put(StageAlive(0, 0, 0.0, 0, order_beats=Beats()))
+    world.pipeline.beat()
+    assert [alive.stage for alive in world.pipeline.stage_load()] == [0, 1]
+
+
+def test_every_stage_that_is_left_is_told_to_stop() -> None:
+    class Gone:
+        def send(self, message: Any, payload: Any = None) -> None:
+            raise PeerUnavailableError("stage 0 is gone")
+
+    class Left:
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def send(self, message: Any, payload: Any = None) -> None:
+            self.told.append(message)
+
+    world, left = Silence(), Left()
+    world.pipeline._controls = [Gone(), left]
+    world.pipeline.stop(0.1)
+    assert left.told == [Stop()]
 
 
 def test_a_silent_stage_is_named_once_its_time_is_up() -> None:

@@ -80,24 +80,6 @@ def test_without_speculation(world: HybridWorld) -> None:
         assert_plain(world, wanted, pair.run(wanted))
 
 
-@pytest.mark.parametrize("mode", VerifyMode, ids=lambda mode: mode.value)
-def test_slots_are_reused_by_requests_that_come_and_go(world: HybridWorld, mode: VerifyMode) -> None:
-    """Eight at once in three slots, some of them cancelled or preempted on the way."""
-    with local_pair(
-        world.plain.path,
-        MTP,
-        tree=TREE,
-        decode_split=(1, 3),
-        num_pages=128,
-        prefill={"max_running": 2},
-        decode={"max_running": 3, "verify_state": mode, "preempt_every": 7},
-    ) as pair:
-        wanted = asks(*(5 + 4 * index for index in range(8)), 40, 2)
-        answers = pair.run(wanted, concurrency=8)
-    assert_plain(world, wanted, answers)
-    assert max(answer.num_attempts for answer in answers) > 1, "nobody was preempted"
-
-
 def test_bfloat16(world: HybridWorld) -> None:
     with local_pair(world.plain.path, MTP, tree=TREE, decode_split=(1, 3), dtype="bfloat16") as pair:
         wanted = asks(18, 6)
@@ -194,18 +176,24 @@ def test_cancels_leave_slots_clean(world: HybridWorld) -> None:
 
 
 @pytest.mark.parametrize("mode", VerifyMode, ids=lambda mode: mode.value)
-def test_preempted_requests_find_their_state_again(world: HybridWorld, mode: VerifyMode) -> None:
-    """CASES S52: it is handed over anew with prompt and output so far, into whichever slot is free."""
+@pytest.mark.parametrize(("decode_split", "preempt_every"), [((1, 3), 7), ((3, 1), 2)], ids=str)
+def test_preempted_requests_find_their_state_again(
+    world: HybridWorld, decode_split: tuple[int, ...], preempt_every: int, mode: VerifyMode
+) -> None:
+    """CASES S52: it is handed over anew with prompt and output so far, into whichever of the few slots is free."""
     with local_pair(
         world.plain.path,
         MTP,
         tree=TREE,
         prefill_split=(1, 3),
-        decode_split=(3, 1),
+        decode_split=decode_split,
         chunk_tokens=5,
         num_pages=128,
-        decode={"preempt_every": 2, "verify_state": mode, "max_running": 3},
+        prefill={"max_running": 2},
+        decode={"preempt_every": preempt_every, "verify_state": mode, "max_running": 3},
     ) as pair:
-        wanted = asks(7, 10, 13, 16, 19)
-        assert_plain(world, wanted, pair.run(wanted))
+        wanted = asks(*(5 + 4 * index for index in range(8)), 40, 2)
+        answers = pair.run(wanted, concurrency=8)
         assert pair.decode.totals.preemptions > 2
+    assert_plain(world, wanted, answers)
+    assert max(answer.num_attempts for answer in answers) > 1, "nobody was preempted"

@@ -359,6 +359,40 @@ def test_quarantined_pages_delay_but_do_not_fail(world: TinyWorld) -> None:
         assert answer.ids == world.plain.answer(prompt(12), 20)
 
 
+def test_what_only_the_end_of_a_quarantine_has_room_for_is_refused(world: TinyWorld) -> None:
+    """It would wait in silence for as long as the quarantine lasts, while another decode may have room; what still fits
+    beside the quarantine is served.
+    """
+    decode = {"num_pages": 10, "quarantine_s": 3600.0, "quarantine_wait_s": 0.1, "heartbeat_s": 0.02}
+    with local_pair(world.plain.path, decode=decode) as pair:
+        pair.network.rule = fail_once(Fault("gone", drained=False))
+        assert pair.generate(prompt(18), 3).end is End.FAILED
+        small, large = prompt(12), prompt(22)
+        for _ in range(2):
+            refused = pair.generate(large, 3)
+            assert refused.end is End.FAILED
+            assert "5 of 10 pages are in quarantine" in str(refused.reason)
+            assert pair.generate(small, 5).ids == world.plain.answer(small, 5)
+        pair.decode.forget_peer(PREFILL)
+        assert pair.generate(large, 3).ids == world.plain.answer(large, 3)
+
+
+def test_a_request_that_waits_for_others_is_not_refused(world: TinyWorld) -> None:
+    """Who ends makes room for it, however long that takes."""
+    decode = {"max_running": 1, "quarantine_wait_s": 0.1, "heartbeat_s": 0.02}
+    with local_pair(world.plain.path, decode=decode) as pair:
+        pair.network.hold()
+        first = pair.submit(Ask(token_ids=prompt(9), max_tokens=3))
+        pair.pump(lambda: pair.decode.load().slots_free == 0)
+        second = pair.submit(Ask(token_ids=prompt(10), max_tokens=3))
+        pair.pump(lambda: any(isinstance(event, FirstToken) for event in second.answer.events))
+        with pytest.raises(queue.Empty):
+            pair.pump_one(1.0)
+        pair.network.let_go()
+        for call, length in ((first, 9), (second, 10)):
+            assert pair.finish([call])[0].ids == world.plain.answer(prompt(length), 3)
+
+
 def test_slots_and_pages_are_reused_by_many(world: TinyWorld) -> None:
     """CASES P08, S25, S32: 32 requests over two slots; nothing of one shows in the next."""
     with local_pair(

@@ -1,5 +1,6 @@
 """Links between stages: threads of one process, and two processes, whose hidden states go by either channel."""
 
+import queue
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from graftline.engine.links import LocalLink, QueuedSender
 from graftline.engine.links_distributed import DistributedLink, StageStar, connect_stages, leave_job
 from graftline.engine.links_payload import MAX_UNFINISHED_SENDS
 from graftline.engine.links_peer import PeerPayloads, Place
-from graftline.engine.plan import Heartbeat, Segment, StageReady, StepPlan, Stop
+from graftline.engine.plan import Heartbeat, Message, Segment, StageReady, StepPlan, Stop
 from graftline.errors import PeerUnavailableError
 
 
@@ -98,6 +99,9 @@ def peer(flood: int, channel: Channel) -> Iterator[tuple[DistributedLink, StageS
         yield ends.downstream, ends.stars[0], child
         child.wait(30)
         if memory is not None:
+            is_tried = {own_memory, their_memory}.isdisjoint({"none", "allocate", "open"})
+            assert (memory.num_held > 0) is is_tried, "what nothing went by is given back"
+            assert (ends.ring_bytes > 0) is ends.by_memory
             assert (memory.copied > 4) is ends.by_memory, "more than the trial went through memory, if anything"
     finally:
         child.kill()
@@ -196,6 +200,28 @@ def test_ends_that_do_not_reach_each_others_memory_take_the_other_way(own_memory
         assert payload is not None
         assert torch.equal(payload, sent * 2)
         stop(downstream, star, child)
+
+
+def test_a_payload_that_cannot_be_shipped_ends_its_link() -> None:
+    """Its thread would be gone, and everything sent from then on with it, without a word."""
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    class Broken:
+        def send(self, message: Message, payload: Tensor | None = None) -> None:
+            self.prepare(message, payload)()
+
+        def prepare(self, message: Message, payload: Tensor | None = None) -> Callable[[], None]:
+            def ship() -> None:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+            return ship
+
+    queued = QueuedSender(Broken(), "plan-sender", told.put)
+    queued.send(plan(0, 1), torch.ones(1, 4))
+    reason = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert told.get(timeout=10) == reason
+    with pytest.raises(PeerUnavailableError, match=reason):
+        queued.send(plan(1, 1))
 
 
 def test_ends_meet_with_their_own_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

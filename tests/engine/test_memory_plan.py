@@ -39,14 +39,14 @@ def published() -> ModelConfig:
     return config_from_dict(PUBLISHED, {})
 
 
-def test_graphs_are_told_once_they_are_there(published: ModelConfig) -> None:
-    """No plan knows what capturing takes, so it is added when the stages have started."""
+def test_graphs_and_rings_are_told_once_they_are_there(published: ModelConfig) -> None:
+    """No plan knows what capturing takes, nor how stages will be joined: it is added when they have started."""
     config = EngineConfig(model="none", role=Role.DECODE, layer_split=(24, 24), tree=NO_SPECULATION)
     planned = plan_memory(config, published, None)
-    assert [stage.graph_bytes for stage in planned.stages] == [0, 0]
-    started = planned.started([5 * MIB, 7 * MIB])
-    assert [stage.graph_bytes for stage in started.stages] == [5 * MIB, 7 * MIB]
-    assert started.pool_bytes == planned.pool_bytes, "graphs are no pool"
+    assert [(stage.graph_bytes, stage.ring_bytes) for stage in planned.stages] == [(0, 0), (0, 0)]
+    started = planned.started([5 * MIB, 7 * MIB], [0, 32 * MIB])
+    assert [(stage.graph_bytes, stage.ring_bytes) for stage in started.stages] == [(5 * MIB, 0), (7 * MIB, 32 * MIB)]
+    assert started.pool_bytes == planned.pool_bytes, "neither is a pool"
 
 
 def config(role: Role, split: tuple[int, ...] = (48,), **others: Any) -> EngineConfig:

@@ -5,7 +5,7 @@ from local_pair import Ask, End, local_pair
 from tiny_world import TinyWorld, prompt
 
 from graftline.engine.pages import prefix_keys
-from graftline.engine.service_api import FirstToken
+from graftline.engine.service_api import FirstToken, Scheduled
 from graftline.engine.tree_shape import NO_SPECULATION, TreeShape
 
 PAGE = 4
@@ -75,6 +75,23 @@ def test_eviction_goes_from_the_end_of_a_prefix(world: TinyWorld) -> None:
         again = pair.generate(prompt(40), 2)
         assert again.ids == world.plain.answer(prompt(40), 2)
         assert again.cached == [28]
+
+
+def test_a_prompt_that_waits_leaves_the_order_of_eviction(world: TinyWorld) -> None:
+    """Looking for its room, again and again, must not make the beginning of its prefix the first to go."""
+    with local_pair(world.plain.path, num_pages=64, prefill={"num_pages": 16}) as pair:
+        pair.generate(prompt(40), 2)  # 10 pages stay cached, 6 are free
+        pair.network.hold()
+        holder = pair.submit(Ask(token_ids=prompt(36, 1), max_tokens=2))  # takes 9: 7 of the prefix are left
+        pair.pump(lambda: any(isinstance(event, FirstToken) for event in holder.answer.events))
+        waiting = pair.submit(Ask(token_ids=[*prompt(40), *prompt(23, 2)], max_tokens=2))
+        small = pair.submit(Ask(token_ids=prompt(4, 3), max_tokens=2))  # overtakes, and takes the last of the 7
+        pair.pump(lambda: any(isinstance(event, Scheduled) for event in small.answer.events))
+        waiting.cancel()
+        pair.finish([waiting])
+        pair.network.let_go()
+        pair.finish([holder, small])
+        assert pair.generate(prompt(40), 2).cached == [24]
 
 
 def test_a_cancelled_prompt_is_not_in_the_cache(world: TinyWorld) -> None:

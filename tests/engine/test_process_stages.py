@@ -10,13 +10,12 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import stage_main
 from shared_peer_memory import SharedPeerMemory, share_memory
+from stage_main import COMMAND
 from tiny_world import TinyWorld, prompt
 
 from graftline.engine.config import EngineConfig, Role, StageChannel
@@ -52,7 +51,6 @@ from graftline.errors import InternalError, InvalidRequestError, PeerUnavailable
 pytestmark = pytest.mark.system
 
 WAIT_S = 60.0
-COMMAND = StageCommand("stage_main", {"PYTHONPATH": str(Path(stage_main.__file__).parent)})
 
 
 def config(world: TinyWorld, role: Role, **changes: Any) -> EngineConfig:
@@ -115,6 +113,7 @@ def test_three_processes_generate_what_one_does(
         command = share_memory(monkeypatch, COMMAND, memory)
     with pipeline(world, command, stage_channel=kind) as (stages, inbox):
         assert stages.layouts == [b"", b"", b""]
+        assert [held > 0 for held in stages.ring_bytes] == [channel == "memory"] * 3
         first, final = Segment(0, 0, ids[:8], None, 8, ids[8], [], False), Segment(0, 8, ids[8:], None, 4, -1, [], True)
         # Both chunks are on their way at once.
         stages.submit(StepPlan(0, 0, [opening], [PageChange(0, 0, list(range(31, 11, -1)))], [first], True))

@@ -4,13 +4,12 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import stage_main
 import torch
 from msgspec import structs
 from shared_peer_memory import SharedPeerMemory, share_memory
+from stage_main import COMMAND
 from tiny_world import TinyWorld, prompt
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from graftline.engine.worker_engine import start_decode_engine
 from graftline.kernels.upload import RecurringUploads
 
 CPU = torch.device("cpu")
-COMMAND = StageCommand("stage_main", {"PYTHONPATH": str(Path(stage_main.__file__).parent)})
 WAIT_S = 60.0
 
 

@@ -110,6 +110,21 @@ def test_without_a_compiler_the_references_serve(
     assert "no C compiler" in caplog.text
 
 
+def test_a_compiler_that_does_not_end_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker starts without it, slowly, rather than not at all."""
+    stuck = tmp_path / "stuck-gcc"
+    stuck.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo 1.0\nexec sleep 60\n')
+    stuck.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(stuck))
+    monkeypatch.setattr(module, "_BUILD_TIMEOUT_S", 0.5)
+    with caplog.at_level(logging.WARNING):
+        assert fresh_native_library() is None
+    assert "took longer than 0.5 s" in caplog.text
+
+
 def test_the_environment_switches_it_off_or_names_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFTLINE_NATIVE_LIBRARY", "none")
     assert fresh_native_library() is None

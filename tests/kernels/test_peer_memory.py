@@ -35,7 +35,8 @@ class Driver:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: object) -> tuple[object, ...]:
             self.calls.append((name, *arguments))
-            return Status(self._code), 4096
+            has_result = name not in {"cuMemFree", "cuIpcCloseMemHandle"}
+            return (Status(self._code), 4096) if has_result else (Status(self._code),)
 
         return call
 
@@ -59,6 +60,13 @@ def test_what_is_shared_is_whole_blocks_of_zeros(driver: Driver) -> None:
     """A handle is one of a whole block, whose start it opens."""
     assert CudaPeerMemory(GPU).allocate((2 << 20) + 1) == 4096
     assert driver.calls == [("cuMemAlloc", 4 << 20), ("cuMemsetD8", 4096, 0, 4 << 20), ("cuCtxSynchronize",)]
+
+
+def test_memory_is_given_back(driver: Driver) -> None:
+    memory = CudaPeerMemory(GPU)
+    memory.let_go(8192)
+    memory.free(4096)
+    assert driver.calls == [("cuIpcCloseMemHandle", 8192), ("cuMemFree", 4096)]
 
 
 def test_numbers_beyond_32_bits_go_on_at_zero(driver: Driver) -> None:

@@ -201,6 +201,20 @@ def test_nan_scores_stay_inside_the_beam() -> None:
     assert beam.tokens.tolist() == [0, 1, 2, 3]
 
 
+def test_a_tree_of_nan_scores_has_nodes_that_there_are() -> None:
+    """One tree's NaN must neither leave its row nor touch a neighbour's."""
+    scores = torch.full((2, 6), torch.nan)
+    scores[1] = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 1]]).expand(2, 6).contiguous()
+    candidates = Candidates(*(values.to(DEVICE) for values in (scores, torch.arange(12).view(2, 6), parents)))
+    roots, starts = torch.tensor([50, 60], device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    with poisoned_allocations():
+        tokens, links, nodes = growth_levels_triton.finish_trees(candidates, roots, 3, 5, starts, 9)
+    assert tokens.tolist() == [[50, 0, 1, 2, 0], [60, 6, 7, 8, 0]]
+    assert links.tolist() == [[-1, 0, 0, 1, 0], [-1, 0, 0, 1, 0]]
+    assert nodes.tolist() == [4, 4]
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_scratch_takes_over_at_the_last_partial_page(page_size: int) -> None:
     trees, columns, pages_a_tree = 3, 5, 2

@@ -16,7 +16,6 @@ from graftline.kernels.norm import rms_norm_reference
 from graftline.kernels.page_staging import gather_pages, scatter_pages
 from graftline.kernels.rope import rope_reference_
 from graftline.kernels.sample import SamplingRows, build_sampling_rows, sample_reference, top_k_reference
-from graftline.kernels.tree_growth import select_children, select_tree
 
 pytest.importorskip("triton")
 
@@ -29,7 +28,6 @@ from graftline.kernels import (
     page_staging_triton,
     rope_triton,
     sample_triton,
-    tree_growth_triton,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -241,38 +239,3 @@ def test_top_k(count: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(ids.cpu(), expected_ids)
     close(values, expected_values)
     close(norms, logits.logsumexp(-1))
-
-
-def test_select_children() -> None:
-    cum, child = normal(3, 4, seed=1).round(), -normal(3, 4, 5, seed=2).abs().round()
-    ids = torch.randint(0, 1000, (3, 4, 5))
-    expected = select_children(cum, child, ids)
-    actual = tree_growth_triton.select_children(there(cum), there(child), there(ids))
-    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(actual, expected, strict=True))
-
-
-@pytest.mark.parametrize("num_drafts", [1, 5, 40])
-def test_select_tree(num_drafts: int) -> None:
-    parents = torch.tensor([[-1, -1, *[index // 2 for index in range(38)]]]).expand(3, 40).contiguous()
-    scores = -normal(3, 40, seed=3).abs().round()
-    for index in range(2, 40):  # a child is at most as likely as its parent
-        scores[:, index] += scores[:, parents[0, index]]
-    expected = select_tree(scores, parents, num_drafts)
-    actual = tree_growth_triton.select_tree(there(scores), there(parents), num_drafts)
-    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(actual, expected, strict=True))
-
-
-def test_scores_that_are_nan_choose_nodes_that_there_are() -> None:
-    """One request's NaN must neither leave its tree nor touch a neighbour's."""
-    parents = torch.tensor([[-1, -1, 0, 0, 1, 1]]).expand(2, 6).contiguous()
-    scores = torch.full((2, 6), torch.nan)
-    scores[1] = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
-    selected, nodes = tree_growth_triton.select_tree(there(scores), there(parents), 3)
-    assert ((selected.cpu() >= 0) & (selected.cpu() < 6)).all()
-    assert (selected[1].tolist(), nodes[1].tolist()) == ([0, 1, 2], [0, 0, 1])
-    best, _, _, _ = tree_growth_triton.select_children(
-        there(torch.full((1, 2), torch.nan)),
-        there(torch.full((1, 2, 2), torch.nan)),
-        there(torch.zeros(1, 2, 2).long()),
-    )
-    assert sorted(best[0].tolist()) == [0, 1]

@@ -39,7 +39,7 @@ _POINTERS = {
     "weights_ptr": "*fp32", "kept_ptr": "*fp32", "kept_ids_ptr": "*i32", "margin": "fp32",
 }  # fmt: skip
 _WIDE_KEYS = ("_gated_delta_kernel", "_store_inputs_kernel")
-_TREES = ("_select_tree_kernel", "_open_rounds_kernel", "_walk_rounds_kernel", "_close_rounds_kernel")
+_TREES = ("_open_rounds_kernel", "_walk_rounds_kernel", "_close_rounds_kernel")
 _GROWN = ("_grow_level_kernel", "_finish_trees_kernel")
 _OVERRIDES = (
     {(kernel, "parents_ptr"): "*i64" for kernel in (*_TREES, *_GROWN)}

@@ -1,6 +1,7 @@
 """The prefill service alone, driven by hand over real gRPC: every message in every state."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -199,6 +200,23 @@ async def test_a_refusal_of_the_engine() -> None:
         assert "queue is full" in response.failed.reason
 
 
+async def test_a_fault_of_the_engine_ends_the_handoff_alone() -> None:
+    """It would stay open for ever, and the end of the worker wait for it."""
+    async with prefill_side() as side, paired(side) as stub:
+        side.engine.refusal = ZeroDivisionError("a fault of ours")
+        call = stub.Prefill()
+        await call.write(start(side))
+        _, response = await next_event(call)
+        assert (response.failed.code, response.failed.drained) == (prefill_pb2.PREFILL_FAILURE_INTERNAL, True)
+        assert response.failed.reason == "ZeroDivisionError: a fault of ours"
+        side.engine.refusal = None
+        call = stub.Prefill()
+        await call.write(start(side, "next"))
+        await call.write(DESTINATION)
+        assert (await events(call))[-1] == "finished"
+        assert side.service.num_open == 0
+
+
 async def test_one_attempt_is_open_once() -> None:
     async with prefill_side("computing") as side, paired(side) as stub:
         first, second = stub.Prefill(), stub.Prefill()
@@ -262,6 +280,41 @@ async def test_a_decode_hears_soon_that_its_handoff_was_taken_up() -> None:
         side.engine.let_go("queued")
         assert (await call.read()).HasField("scheduled")
         call.cancel()
+
+
+async def test_a_decode_that_does_not_read_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """That is the decode's doing: no fault of this worker stands in its log."""
+
+    class Deaf:
+        """A context whose writes are not taken."""
+
+        refusal: tuple[Any, ...] = ()
+
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        async def write(self, message: object) -> None:
+            await asyncio.Event().wait()
+
+        async def abort(self, *status: Any) -> None:
+            self.refusal = status
+            raise grpc.aio.AbortError
+
+    settings = ServiceSettings(first_alive_s=0.01, send_timeout_s=0.05)
+    async with prefill_side("queued", settings=settings) as side, paired(side):
+
+        async def requests() -> AsyncIterator[prefill_pb2.PrefillRequest]:
+            yield start(side)
+            await asyncio.Event().wait()
+
+        context = Deaf()
+        with pytest.raises(grpc.aio.AbortError):
+            await asyncio.wait_for(side.service.Prefill(requests(), context), 5)
+        assert context.refusal[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the decode read nothing for 0.05 s")
+        await asyncio.wait_for(side.service.wait_idle(), 5)
+        assert len(side.engine.cancels) == 1
+    ours = [record for record in caplog.records if record.name.startswith("graftline")]
+    assert not [record for record in ours if record.levelno >= logging.ERROR]
 
 
 async def test_a_lost_engine_fails_what_is_open() -> None:

@@ -68,6 +68,20 @@ async def test_a_cancelled_request_is_one_more_message() -> None:
         assert (worker.num_received - received, worker.num_streams) == (1, 1)
 
 
+async def test_a_decode_hears_that_an_answer_is_whole() -> None:
+    """Only the router sees stop strings: to the decode their requests would look given up."""
+    worker = decode(forced_ids=list(b"abSTOP" + b"x" * 2000), token_delay_s=0.01)
+    async with harness(prefill(), worker) as h:
+        assert (await h.answer(text=PROMPT, stop=["STOP"])).text == "ab"
+        await h.until_quiescent()
+        assert worker.num_answered == 1
+        call = h.generate(text=PROMPT)
+        await asyncio.wait_for(worker.first_token_sent.wait(), 2)
+        call.cancel()
+        await h.until_quiescent()
+        assert worker.num_answered == 1
+
+
 async def test_a_stream_that_the_decode_ends_is_opened_again() -> None:
     """A decode that was told to drain ends it once nothing is on it; nobody hears of that."""
     worker = decode()

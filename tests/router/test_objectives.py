@@ -8,6 +8,7 @@ from graftline.errors import PeerUnavailableError
 from graftline.metrics import (
     FIRST_ROUND_ACCEPTED,
     FIRST_ROUNDS,
+    INTER_TOKEN,
     OBJECTIVE,
     REQUESTS_ENDED,
     WITHIN_OBJECTIVE,
@@ -109,3 +110,16 @@ def test_a_request_ends_well_with_its_last_choice(num_finished: int, outcome: st
     observer.ended()
     assert metrics.counter(REQUESTS_ENDED).labels("m", outcome)._value.get() == 1
     assert metrics.total(WITHIN_OBJECTIVE) == (outcome == "stop")
+
+
+def test_the_time_between_tokens_is_that_of_every_token() -> None:
+    """As a decode counts it: a message with many tokens would otherwise weigh as little as one with a single one."""
+    metrics, clock = Metrics(ProcessRole.ROUTER), Clock()
+    observer = RequestObserver(ModelInstruments(metrics, "m", OBJECTIVES), 0.0, clock)
+    for clock.now, num_tokens in ((0.1, 1), (0.3, 1), (0.5, 5)):
+        observer.tokens_came(0, num_tokens, 0)
+    (family,) = metrics.histogram(INTER_TOKEN).collect()
+    found = {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
+    assert found[INTER_TOKEN.name + "_sum", None] == pytest.approx(0.4)
+    assert found[INTER_TOKEN.name + "_count", None] == 6
+    assert (found[INTER_TOKEN.name + "_bucket", "0.05"], found[INTER_TOKEN.name + "_bucket", "0.25"]) == (5, 6)

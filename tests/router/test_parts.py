@@ -5,6 +5,7 @@ import contextlib
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,14 +15,14 @@ from graftline.errors import InvalidRequestError, OutOfCapacityError, PeerUnavai
 from graftline.metrics import ROUTER_METRICS, Kind, Metrics, ProcessRole
 from graftline.proto.channel import open_channel
 from graftline.proto.status import Leg
-from graftline.proto.v1.common_pb2 import SpeculationStats, TreeOrigin, WorkerIdentity
+from graftline.proto.v1.common_pb2 import ModelCard, SpeculationStats, TreeOrigin, WorkerIdentity
 from graftline.proto.v1.router_pb2 import GenerateFinish
 from graftline.proto.v1.worker_pb2 import Limits, WatchResponse
 from graftline.router.admission import Admission, RateLimit
 from graftline.router.breaker import Breaker
 from graftline.router.config import PolicyName
 from graftline.router.figures import SpeculationFigures
-from graftline.router.model import ServedModel
+from graftline.router.model import ModelStore, ServedModel
 from graftline.router.outbox import Outbox, SlowConsumerError
 from graftline.router.pairing import Claim, Pair, Pairing
 from graftline.router.parameters import choice_seed
@@ -384,6 +385,25 @@ def test_the_first_tree_that_came_has_an_origin(lost: SpeculationStats | None) -
         figures.attempt_started(draft_nodes=4)
         figures.attempt_ended(SpeculationStats(rounds=1, drafted=3, tree_origin=origin))
     assert figures.total.tree_origin == TreeOrigin.TREE_ORIGIN_ROOT_ONLY
+
+
+async def test_a_model_is_built_once_however_many_workers_serve_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that come up together all tell their card; building it takes seconds, and memory, each time."""
+    built: list[str] = []
+    load = ServedModel.load
+
+    def counted(card: ModelCard) -> ServedModel:
+        built.append(card.model_id)
+        return load(card)
+
+    monkeypatch.setattr(ServedModel, "load", counted)
+    with ThreadPoolExecutor(2) as executor:
+        store = ModelStore(executor)
+        cards = [model_card(), model_card(), model_card(model_id="other"), model_card()]
+        models = await asyncio.gather(*map(store.load, cards))
+    assert built == ["tiny"]  # names are not what is built
+    assert models[0] is models[1] is models[3]
+    assert [model.model_id for model in models] == ["tiny", "tiny", "other", "tiny"]
 
 
 def test_choice_seeds_differ_and_the_first_is_the_clients() -> None:

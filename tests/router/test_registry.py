@@ -222,6 +222,9 @@ async def test_a_worker_that_answers_but_makes_no_progress_is_hung() -> None:
         known = next(w for w in h.router.registry.workers if w.address == stuck.address)
         await until(lambda: "no progress" in known.reason, 3)
         assert (await h.answer(text=PROMPT, max_tokens=2)).finish.decode_address != stuck.address
+        told = known.reason
+        await until(lambda: known.reason != told, 3)
+        assert h.router.metrics.total(WORKER_LOST) == 1, "it is lost once, however long it stands still"
         stuck.load.progress = 8
         stuck.changed.set()
         await until(lambda: known.is_available, 3)

@@ -92,7 +92,7 @@ class FakePrefillEngine:
 
     def __init__(self, *held: str) -> None:
         self.points = Points(*held)
-        self.refusal: GraftlineError | None = None
+        self.refusal: Exception | None = None
         self.fail_at: dict[str, PrefillFailed] = {}
         self.first_token: Callable[[Request], int] = lambda request: token_at(len(request.token_ids))
         self.cached_tokens: Callable[[Request], int] = lambda _: 1

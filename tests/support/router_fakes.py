@@ -164,6 +164,8 @@ class FakeWorker:
     num_streams: int = 0
     num_received: int = 0
     num_sent: int = 0
+    # Its calls that were cancelled because their answers were whole.
+    num_answered: int = 0
     stream: CallStream | None = None
     num_running: int = 0
     num_decoding: int = 0
@@ -277,9 +279,13 @@ class FakeDecodeService(DecodeServiceServicer):
         await stream.serve()
 
     async def _carried(self, request: Any, call: CallContext) -> None:
-        async with aclosing(self.Generate(request, call)) as responses:
-            async for response in responses:
-                await call.write(response)
+        try:
+            async with aclosing(self.Generate(request, call)) as responses:
+                async for response in responses:
+                    await call.write(response)
+        except asyncio.CancelledError:
+            self._worker.num_answered += call.is_answered
+            raise
 
     async def Generate(self, request: Any, context: Any) -> AsyncGenerator[DecodeServiceGenerateResponse, None]:
         worker = self._worker

@@ -29,6 +29,7 @@ class SharedPeerMemory:
         self._fault = fault
         self._segments: list[SharedMemory] = []
         self._names: dict[int, str] = {}
+        self._opened: set[int] = set()
         self.copied = 0
 
     @property
@@ -43,6 +44,14 @@ class SharedPeerMemory:
         self._names[address] = segment.name
         return address
 
+    @property
+    def num_held(self) -> int:
+        """What was allocated or opened here and is still there."""
+        return len(self._names) + len(self._opened)
+
+    def free(self, address: int) -> None:
+        self._remove(self._names.pop(address))
+
     def export(self, address: int) -> bytes:
         return self._names[address].encode().ljust(HANDLE_BYTES, b"\0")
 
@@ -51,7 +60,12 @@ class SharedPeerMemory:
             raise CudaProgramError("cuIpcOpenMemHandle: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
         segment = SharedMemory(handle.rstrip(b"\0").decode())
         resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
-        return self._address(segment)
+        address = self._address(segment)
+        self._opened.add(address)
+        return address
+
+    def let_go(self, address: int) -> None:
+        self._opened.remove(address)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         self.copied += num_bytes
@@ -75,9 +89,12 @@ class SharedPeerMemory:
     def close(self) -> None:
         """Removes what was allocated here; nothing may be used any more."""
         for name in self._names.values():
-            segment = SharedMemory(name)
-            segment.close()
-            segment.unlink()
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        segment = SharedMemory(name)
+        segment.close()
+        segment.unlink()
 
     def _address(self, segment: SharedMemory) -> int:
         self._segments.append(segment)

@@ -9,17 +9,22 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from shared_peer_memory import SHARED_MEMORY, SharedPeerMemory
 
 from graftline.engine import links_distributed
+from graftline.engine.pipeline import StageCommand
 from graftline.engine.plan import StepPlan
 from graftline.engine.stage import Stage
 from graftline.engine.stage_process import config_from_environment, run_stage
 from graftline.engine.transfer_port import NoTransfer
 
 PR_SET_PDEATHSIG = 1
+# Found beside this file, and the package under test where this process found it.
+_FOLDERS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+COMMAND = StageCommand("stage_main", {"PYTHONPATH": os.pathsep.join(_FOLDERS)})
 
 
 def slow_down(step: int, seconds: float) -> None:

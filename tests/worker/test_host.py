@@ -22,6 +22,7 @@ from graftline.prefill_server.server import Prefill, PrefillConfig, running_pref
 from graftline.proto.channel import open_channel
 from graftline.proto.status import error_from_rpc
 from graftline.proto.v1 import worker_pb2
+from graftline.proto.v1.decode_pb2 import CarriedCall, GenerateManyRequest
 from graftline.proto.v1.decode_pb2_grpc import DecodeServiceStub
 from graftline.proto.v1.worker_pb2_grpc import WorkerServiceStub
 from graftline.worker.config import WorkerConfig
@@ -181,6 +182,23 @@ async def test_metrics_follow_the_work() -> None:
         there = await scrape(prefill.host.metrics_address)
         assert there['graftline_worker_requests_ended_total{outcome="finished",role="prefill"}'] == 3
         assert there['graftline_worker_stage_busy_seconds_total{role="prefill",stage="0"}'] == 2.5
+
+
+async def test_a_request_whose_text_ended_it_is_no_cancelled_one() -> None:
+    """A stop string is seen by the router alone, which ends the call and says that its answer is whole."""
+    engine = FakeDecodeEngine(points=Points("running"))
+    async with prefill_worker() as (prefill, _), decode_worker(engine) as (decode, _):
+        async with open_channel(decode.address) as channel:
+            stream = DecodeServiceStub(channel).GenerateMany()
+            calls = [CarriedCall(call_id=id_, request=request_message(prefill.address)) for id_ in (1, 2)]
+            await stream.write(GenerateManyRequest(calls=calls))
+            await engine.points.reached("running", 2)
+            await stream.write(GenerateManyRequest(cancelled_call_ids=[1, 2], answered_call_ids=[2]))
+            await decode.service.wait_idle()
+            stream.cancel()
+        after = await scrape(decode.host.metrics_address)
+        ended = 'graftline_worker_requests_ended_total{outcome="%s",role="decode"}'
+        assert after[ended % "stop"] == after[ended % "CancelledRequestError"] == 1
 
 
 async def test_a_failed_engine_takes_the_worker_out() -> None:

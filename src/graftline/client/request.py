@@ -64,7 +64,7 @@ def request_of(prompt: Prompt, options: GenerateOptions) -> GenerateRequest:
             raise InvalidRequestError(name, f"{str(value)[:80]!r}: {error}") from None
     try:
         _set_prompt(request, prompt)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise InvalidRequestError("prompt", str(error)) from None
     return request
 

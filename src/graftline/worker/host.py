@@ -79,7 +79,6 @@ class WorkerHost:
         self._role = role
         self._config = config
         self._engine = engine
-        self._draining: asyncio.Task[None] | None = None
         self._service: DrainableService | None = None
         self._worker_service = WorkerService(
             identity=self.identity,

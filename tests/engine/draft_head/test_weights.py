@@ -19,11 +19,14 @@ from graftline.engine.draft_head.weights import (
     read_draft_head,
     write_draft_head,
 )
+from graftline.engine.draft_layer import DraftLayer, TargetHead
+from graftline.engine.worker_engine import draft_head_hash
 from graftline.errors import InvalidRequestError
 from tests.engine.draft_head.builders import EAGLE, EAGLE3
 
 SHIPPED = Path(graftline.__file__).parent / "engine" / "draft_heads" / "smollm2-135m"
 KEPT = torch.tensor([0, 3, 4, 5, 9, 20, 22, 23])
+NO_TARGET = TargetHead(torch.clone, torch.clone, torch.clone, num_layers=4, context_length=64)
 
 
 @pytest.mark.parametrize("config", [replace(EAGLE3, draft_vocab_size=8), EAGLE], ids=["eagle3-reduced", "eagle"])
@@ -61,6 +64,11 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     file.write_bytes(b"not safetensors")
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         read_draft_head(tmp_path)
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        DraftLayer(tmp_path, NO_TARGET, torch.float32, torch.device("cpu"))
+    file.unlink()
+    with pytest.raises(InvalidRequestError, match=r"cannot be read: .*model\.safetensors"):
+        draft_head_hash(str(tmp_path))
 
 
 def test_the_shipped_head_is_whole_and_small() -> None:

@@ -12,6 +12,7 @@ from graftline.engine.models.checkpoint import open_checkpoint
 from graftline.engine.models.dense import DenseModel
 from graftline.engine.models.gguf_checkpoint import split_rope_pairs
 from graftline.engine.models.gguf_config import gguf_name
+from graftline.engine.models.gguf_file import GgufFile
 from graftline.engine.models.reference import OneRequestKv, forward
 from graftline.engine.models.rope import DivisorScaling, LinearScaling, YarnScaling
 from graftline.errors import InvalidRequestError
@@ -180,6 +181,17 @@ def test_a_window_limits_the_context(tmp_path: Path) -> None:
 def test_what_is_refused_is_named(architecture: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         open_checkpoint(write(tmp_path, architecture, **changes))
+
+
+def test_whether_there_is_a_tensor_is_told_without_reading_it(
+    save_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = converted(tmp_path / "tiny.gguf", "qwen2", save_tiny, "Qwen2", {})
+    checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
+    monkeypatch.delattr(GgufFile, "tensor")
+    assert all(checkpoint.has_tensor(name) for name in oracle.state_dict())
+    assert not checkpoint.has_tensor("model.layers.9.mlp.up_proj.weight")
+    assert not checkpoint.has_tensor("mtp.fc.weight")
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:

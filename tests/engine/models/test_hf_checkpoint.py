@@ -71,6 +71,16 @@ def test_missing_tensor(tiny: Path) -> None:
         open_checkpoint(tiny).tensor("nonsense")
 
 
+def test_an_index_that_names_what_its_file_lacks(tiny: Path) -> None:
+    index = shard(tiny) / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    files = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    [content["weight_map"][NAME]] = files - {content["weight_map"][NAME]}
+    index.write_text(json.dumps(content))
+    with pytest.raises(InvalidRequestError, match=rf"cannot read tensor {NAME} of .*model-0000\d-of-00002"):
+        open_checkpoint(tiny).tensor(NAME)
+
+
 def test_missing_files(tiny: Path, tmp_path: Path) -> None:
     sharded = shard(write_tiny_model(tmp_path / "sharded"))
     (sharded / "model-00002-of-00002.safetensors").unlink()
