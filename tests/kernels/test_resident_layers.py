@@ -1,6 +1,7 @@
 """The resident kernel: emulated thread by thread on a CPU against the single ops in float32, and on a GPU."""
 
 import ctypes
+import random
 import struct
 import subprocess
 from collections.abc import Sequence
@@ -201,6 +202,33 @@ def test_blocks_attend_whole_heads(
     real = torch.tensor([slot >= 0 for slot in case.batch.row_slots.tolist()])
     torch.testing.assert_close(hidden.float()[real], expected[real], atol=0.06, rtol=0.03)
     torch.testing.assert_close(pool.float(), expected_pool, atol=0.06, rtol=0.03, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_equals_the_single_ops_whatever_the_batch(seed: int, folder: Path) -> None:
+    draw = random.Random(seed)
+    sizes = draw.choice(
+        [SMALL, WIDE, ODD, replace(SMALL, heads=8, kv_heads=1, inter=320), replace(WIDE, heads=1, kv_heads=1)]
+    )
+    blocks, rows_each, num_layers = draw.choice([1, 2, 5, 8]), draw.choice([1, 1, 2, 4]), draw.choice([1, 3])
+    base, is_alike = draw.randint(0, 300), draw.random() < 0.5
+    trees: list[tuple[int, list[int]] | None] = [(33, chain(1))]
+    for _ in range(draw.randint(0, 16 // rows_each - 1)):
+        length = max(0, base + draw.randint(-40, 40)) if is_alike else draw.choice([0, 1, 32, draw.randint(0, 400)])
+        rows = draw.randint(1, rows_each)
+        tree = random_parents(rows, seed) if draw.random() < 0.5 else chain(rows)
+        trees.append(None if draw.random() < 0.1 else (length, tree))
+    case = Case(sizes, trees, rows_each, num_layers, with_bias=draw.random() < 0.5)
+    if not fits_kernel(case.batch, sizes, 8 * blocks):
+        case, blocks = Case(sizes, trees[:1], rows_each, num_layers), 2
+    wanted = sorted(draw.sample(range(1, num_layers + 1), draw.randint(0, num_layers)))
+    hidden, features, pool = case.emulated(folder, blocks, wanted)
+    expected, expected_features, expected_pool = case.expected(wanted)
+    real = torch.tensor([slot >= 0 for slot in case.batch.row_slots.tolist()])
+    torch.testing.assert_close(hidden.float()[real], expected[real], atol=0.08, rtol=0.04)
+    for layer in wanted:
+        torch.testing.assert_close(features[layer].float()[real], expected_features[layer][real], atol=0.08, rtol=0.04)
+    torch.testing.assert_close(pool.float(), expected_pool, atol=0.08, rtol=0.04, equal_nan=True)
 
 
 def test_reads_no_layer_that_it_cannot(folder: Path) -> None:
