@@ -646,3 +646,75 @@ def test_random_faults_and_cancels_end_every_job_once_and_truly(seed: int) -> No
             assert not there
     transport.close()
     assert not engine.under_way
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_faults_and_cancels_of_writes_that_meet_in_one_copy(seed: int) -> None:
+    """CASES B03, byte by byte: most writes go on behind the one before them, some over the border of two pools."""
+    draw = random.Random(seed)
+    engine = ScriptedEngine()
+    transport = opened(engine, copies_per_batch=draw.choice([3, 64]), max_in_flight=draw.choice([1, 4]))
+    border = BASE + (1 << 42)
+    transport.register(border, MIB)
+    src, dst = border - draw.randrange(2000, 20000), TARGET
+    broken = {src + draw.randrange(40000) for _ in range(draw.choice([0, 3, 12]))}
+    breaks_late = draw.random() < 0.5
+
+    def is_broken(copies: Sequence[tuple[int, int, int]]) -> bool:
+        return any(address <= bad < address + num_bytes for address, _, num_bytes in copies for bad in broken)
+
+    def status(target: str, address: int, looks: int) -> int:
+        batches = [copies for _, copies in engine.under_way.values() if copies[0][0] == address]
+        return -1 if breaks_late and any(map(is_broken, batches)) else int(looks >= 1)
+
+    engine.refuses = lambda target, copies: not breaks_late and is_broken(copies)
+    engine.status = status
+    writes: list[list[Copy]] = []
+    for _ in range(60):
+        writes.append([])
+        for _ in range(draw.choice([1, 1, 1, 2, 5])):
+            size = draw.choice([8, 100, 700])
+            size = border - src if src < border < src + size else size
+            writes[-1].append(Copy(src, dst, size))
+            src, dst = src + size + 8 * (draw.random() < 0.15), dst + size + 8 * (draw.random() < 0.15)
+    worker = TransferWorker(transport)
+    outcomes: dict[int, TransferOutcome] = {}
+    ended = threading.Condition()
+
+    def job(index: int) -> TransferJob:
+        def done(outcome: TransferOutcome) -> None:
+            with ended:
+                assert index not in outcomes
+                outcomes[index] = outcome
+                ended.notify_all()
+
+        patience_s = -1.0 if draw.random() < 0.05 else PATIENCE_S
+        return TransferJob(index, PEER, writes[index], time.monotonic() + patience_s, done)
+
+    at = 0
+    while at < len(writes):
+        count = min(draw.choice([1, 5, 20]), len(writes) - at)
+        worker.submit(*(job(index) for index in range(at, at + count)))
+        at += count
+        if draw.random() < 0.4:
+            worker.cancel(draw.randrange(at), lambda drained: None)
+    with ended:
+        assert ended.wait_for(lambda: len(outcomes) == len(writes), PATIENCE_S)
+    assert worker.close(PATIENCE_S)
+    transport.close()
+    arrived = engine.arrived[1:]
+    assert not any(address < border < address + num_bytes for address, _, num_bytes in arrived)
+    there = set(pairs_of(arrived))
+    assert there <= {pair for copies in writes for pair in pairs_of(copies)}
+    for index, outcome in outcomes.items():
+        wanted = set(pairs_of(writes[index]))
+        if outcome.ok:
+            assert wanted <= there
+            assert outcome.num_bytes == len(wanted)
+        elif outcome.drained:
+            assert not wanted & there
+
+
+def pairs_of(copies: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Where every byte of some copies comes from, and where it goes."""
+    return [(src + step, dst + step) for src, dst, num_bytes in copies for step in range(num_bytes)]
