@@ -40,6 +40,27 @@ class CapturedGraph:
         return self.output
 
 
+@dataclass(frozen=True, slots=True)
+class FixedWork:
+    """Work that reads and writes the same memory whenever it is launched, captured or not.
+
+    Attributes:
+        run: launches it op by op.
+    """
+
+    run: Callable[[], Tensor]
+    graph: CapturedGraph | None
+
+    @property
+    def num_bytes(self) -> int:
+        """See `CapturedGraph`."""
+        return 0 if self.graph is None else self.graph.num_bytes
+
+    def launch(self) -> Tensor:
+        """Launches the work on the current stream; what it returned before may be overwritten."""
+        return self.run() if self.graph is None else self.graph.replay()
+
+
 class GraphPool:
     """Graphs replayed one after the other, on one stream.
 
@@ -75,6 +96,10 @@ class GraphPool:
             ):
                 output = run()
             return CapturedGraph(graph, output, torch.cuda.memory_reserved(self._device) - before)
+
+    def fix(self, run: Callable[[], Tensor]) -> FixedWork:
+        """Captures work where that is done here; see `capture`."""
+        return FixedWork(run, self.capture(run))
 
 
 def _capturing_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graftline.engine.device_growth import DeviceGrowth
-from graftline.engine.graph_capture import CapturedGraph, GraphPool
+from graftline.engine.graph_capture import FixedWork, GraphPool
 from graftline.kernels.upload import pad_rows, upload_into
 
 
@@ -50,9 +50,9 @@ class GrowthGraphs:
             outputs = torch.zeros(trees, self._hidden_size, dtype=self._dtype, device=self._device)
             bonus = torch.zeros(trees, dtype=torch.int64, device=self._device)
             numbers = torch.zeros(trees, 1 + self._max_pages, dtype=torch.int32, device=self._device)
-            graph = self._graph_pool.capture(partial(self._run, outputs, bonus, numbers))
-            self._sizes.append(_Size(trees, outputs, bonus, numbers, graph))
-        return sum(size.graph.num_bytes for size in self._sizes if size.graph is not None)
+            work = self._graph_pool.fix(partial(self._run, outputs, bonus, numbers))
+            self._sizes.append(_Size(trees, outputs, bonus, numbers, work))
+        return sum(size.work.num_bytes for size in self._sizes)
 
     def grow(
         self, outputs: Tensor, bonus_tokens: Tensor, starts: Sequence[int], tables: Sequence[Sequence[int]]
@@ -75,8 +75,7 @@ class GrowthGraphs:
         upload_into(size.numbers[:, : len(numbers[0])], numbers)
         size.bonus[:count] = bonus_tokens
         size.outputs[:count] = outputs
-        trees = self._run(size.outputs, size.bonus, size.numbers) if size.graph is None else size.graph.replay()
-        return trees[:count]
+        return size.work.launch()[:count]
 
     def _run(self, outputs: Tensor, bonus: Tensor, numbers: Tensor) -> Tensor:
         lengths, tables = numbers[:, 0].contiguous(), numbers[:, 1:].contiguous()
@@ -86,17 +85,16 @@ class GrowthGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A growth of one number of trees: where its inputs lie, and what captured it.
+    """A growth of one number of trees, and where its inputs lie.
 
     Attributes:
         bonus: [trees] int64 tokens.
         numbers: [trees, 1 + max_pages] int32: committed length, then page ids; those that no committed slot reaches are
             what was there before.
-        graph: None where it is not captured.
     """
 
     trees: int
     outputs: Tensor
     bonus: Tensor
     numbers: Tensor
-    graph: CapturedGraph | None
+    work: FixedWork

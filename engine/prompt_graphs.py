@@ -5,15 +5,15 @@ that are drawn between. A step is padded to one of a few sizes. Padding rows bel
 nothing and written nowhere. Attention is Triton's here, whose kernels read all they need to know on the device.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from graftline.engine.drafter import Drafter
-from graftline.engine.graph_capture import CapturedGraph, GraphPool, sizes_up_to
+from graftline.engine.graph_capture import FixedWork, GraphPool, sizes_up_to
 from graftline.engine.kv_pool import KvPool
 from graftline.engine.models.config import ModelConfig
 from graftline.engine.models.target_model import TargetModel
@@ -92,7 +92,7 @@ class PromptGraphs:
         num_bytes = 0
         for rows, prompts in sorted(sizes, reverse=True):  # the largest first: the others' memory fits into its pool
             size = _Size(rows, prompts, *self._inputs(rows, prompts))
-            size.graph = self._graph_pool.capture(partial(self._run, size))
+            size.layers = self._graph_pool.fix(partial(self._run, size))
             if self._drafter is not None:
                 size.head = self._head(size)
                 size.drafts = self._drafts(self._drafter, size)
@@ -114,10 +114,7 @@ class PromptGraphs:
         upload_into(size.tables[: len(tables), : len(tables[0])], tables)
         size.hidden[:rows] = hidden
         self._ran = size
-        if size.graph is None:
-            self._run(size)
-        else:
-            size.graph.replay()
+        size.layers.launch()
         return size.outputs[0][:rows], {
             layer: output[:rows] for layer, output in zip(self._capture, size.outputs[1:], strict=True)
         }
@@ -141,10 +138,7 @@ class PromptGraphs:
         assert self._ran.head is not None
         head, count = self._ran.head, ends.shape[0]
         head.ends[:count] = ends
-        if head.graph is None:
-            head.run()
-        else:
-            head.graph.replay()
+        head.work.launch()
         assert self._verdicts is not None
         logits, ids = self._verdicts
         return logits[:count], ids[:count]
@@ -167,13 +161,11 @@ class PromptGraphs:
         torch.cat(list(columns), dim=-1, out=drafts.features[:rows])
         upload_into(drafts.next_tokens[:rows], next_tokens)
         drafts.next_tokens.index_copy_(0, ends, ids)
-        outputs = drafts.run() if drafts.graph is None else drafts.graph.replay()
-        return outputs[:rows]
+        return drafts.work.launch()[:rows]
 
     def _head(self, size: "_Size") -> "_Head":
         ends = torch.zeros(size.prompts, dtype=torch.int64, device=self._device)
-        run = partial(self._run_head, size, ends)
-        return _Head(ends, run, self._graph_pool.capture(run))
+        return _Head(ends, self._graph_pool.fix(partial(self._run_head, size, ends)))
 
     def _run_head(self, size: "_Size", ends: Tensor) -> Tensor:
         logits = self._model.logits(self._model.final_norm(size.outputs[0][ends]))
@@ -191,7 +183,7 @@ class PromptGraphs:
         features = torch.zeros(size.rows, columns, dtype=self._dtype, device=self._device)
         next_tokens = torch.zeros(size.rows, dtype=torch.int64, device=self._device)
         run = partial(drafter.extend, features, next_tokens, size.batch(self._pool))
-        return _Drafts(features, next_tokens, run, self._graph_pool.capture(run))
+        return _Drafts(features, next_tokens, self._graph_pool.fix(run))
 
     def _size_of(self, segments: Sequence[SegmentRows]) -> "_Size | None":
         rows = sum(segment.num_rows for segment in segments)
@@ -213,27 +205,25 @@ class PromptGraphs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Head:
-    """The head of a size's last rows: which they are, the work, and what captured it."""
+    """The head of a size's last rows, and which they are."""
 
     ends: Tensor
-    run: Callable[[], Tensor]
-    graph: CapturedGraph | None
+    work: FixedWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Drafts:
-    """The drafter's rows of a size: where their inputs lie, the work, and what captured it.
+    """The drafter's rows of a size, and where their inputs lie.
 
     Attributes:
         features: [rows, columns].
         next_tokens: [rows] int64.
-        run: gives [rows, hidden].
+        work: gives [rows, hidden].
     """
 
     features: Tensor
     next_tokens: Tensor
-    run: Callable[[], Tensor]
-    graph: CapturedGraph | None
+    work: FixedWork
 
 
 @dataclass(slots=True, eq=False)
@@ -253,15 +243,15 @@ class _Size:
     numbers: Tensor
     tables: Tensor
     outputs: tuple[Tensor, ...] = ()
-    graph: CapturedGraph | None = None
+    layers: FixedWork = field(init=False)
     head: _Head | None = None
     drafts: _Drafts | None = None
 
     @property
     def num_bytes(self) -> int:
         """Device memory that the graphs took."""
-        captured = (self.graph, *(part.graph for part in (self.head, self.drafts) if part is not None))
-        return sum(graph.num_bytes for graph in captured if graph is not None)
+        behind = [part.work for part in (self.head, self.drafts) if part is not None]
+        return sum(work.num_bytes for work in (self.layers, *behind))
 
     def batch(self, pool: KvPool) -> AttentionBatch:
         """The step's rows; its segments are known on the device alone."""

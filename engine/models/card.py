@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from graftline.engine.models.config import ModelConfig, read_generation_config, read_json
+from graftline.engine.models.config import ModelConfig, read_generation_config, read_json, token_text
 from graftline.engine.models.sampling_defaults import SamplingDefaults, sampling_defaults
 from graftline.errors import InvalidRequestError
 
@@ -110,8 +110,8 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     named = {**(read_json(map_path) if map_path.exists() else {}), **settings}
     found = {}
     for name, value in named.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
+        text = token_text(value)
+        if name.endswith("_token") and text is not None:
             found[name] = text
     return found
 

@@ -290,13 +290,18 @@ def _rope_scaling(kind: str, values: Mapping[str, Any], context_length: int) -> 
     raise InvalidRequestError("rope_type", f"{kind!r} is not supported; supported: default, linear, llama3, yarn")
 
 
+def token_text(value: Any) -> str | None:
+    """The text of a special token as configs write one: plainly, or as an object; None for anything else."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
 def _tokenizer_end(path: Path) -> int | None:
     """The id of `eos_token` of `tokenizer_config.json`; None where no file says."""
     settings_path, tokenizer_path = path / "tokenizer_config.json", path / "tokenizer.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
-    end = settings.get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    if not isinstance(end, str):
+    end = token_text(settings.get("eos_token"))
+    if end is None:
         return None
     for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
         if isinstance(entry, dict) and entry.get("content") == end:

@@ -146,13 +146,13 @@ DEVICE void compute_product(
         AHEAD = 2,  // chunks whose inputs are on their way: L2 answers later than the ring, and later still if asked for more
     };
     int inputs = inputs_of(product), chunk = chunk_of(product), group = group_of(product), tiles = tiles_of(product);
-    int thread = thread_id(), warp = thread / LANES, lane = thread % LANES, grid = BLOCKS;
+    int thread = thread_id(), warp = thread / LANES, lane = thread % LANES;
     int first = first_tile(turn, product);
     int line = line_of(lane / 4);
     int from = warp / 2 * 1024 + swizzled(line, warp % 2 * 4 + lane % 4);  // two steps share a line
     int finished = 0, known = 0;  // rounds of gate and up
-    for (int begin = first; begin < tiles; begin += group * grid) {
-        int count = smaller(group, (tiles - begin + grid - 1) / grid);
+    for (int begin = first; begin < tiles; begin += group * BLOCKS) {
+        int count = smaller(group, (tiles - begin + BLOCKS - 1) / BLOCKS);
         float acc[GROUP_TILES][ROW_TILES][4], squares[ROW_TILES];
         Inputs ahead[AHEAD][MAX_STEPS];
         Early early[ITEMS] = {{0, 0, 0}};  // or all of it would be kept from product to product
@@ -171,7 +171,7 @@ DEVICE void compute_product(
         for (int item = 0; item < ITEMS; item++) {
             int at = thread + CONSUMERS * item, j = at / (8 * ROWS), row = at / 8 % ROWS;
             if (j < smaller(count, BATCH) && row < round->rows)
-                prepare(&early[item], round, product, begin + j * grid, at % 8, row);
+                prepare(&early[item], round, product, begin + j * BLOCKS, at % 8, row);
         }
         UNROLL
         for (int tile = 0; tile < ROW_TILES; tile++) squares[tile] = 0;
@@ -261,7 +261,7 @@ DEVICE void compute_product(
                     int at = thread + CONSUMERS * item, j = at / (8 * ROWS), row = at / 8 % ROWS, i = at % 8;
                     if (j < smaller(count - done, BATCH) && row < round->rows) {
                         const float *from = shared()->red + j * RED_FLOATS + i * RED_STRIDE + row;
-                        int tile = begin + (done + j) * grid;
+                        int tile = begin + (done + j) * BLOCKS;
                         float a = 0, b = 0;
                         if (done > 0) prepare(&early[item], round, product, tile, i, row);
                         UNROLL

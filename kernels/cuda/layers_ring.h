@@ -135,7 +135,6 @@ DEVICE void step(Place *place) {
 
 // Past slots of others. A signal is read right only by those that have seen one at most a ring before it.
 DEVICE void skip(Place *place, int slots) {
-    place->count += slots;
     place->slot += slots;
     place->parity ^= place->slot / NUM_SLOTS & 1;
     place->slot %= NUM_SLOTS;
@@ -154,8 +153,8 @@ DEVICE int weight_row(Product product, int tile, int i) {
 
 // First tile of this block when tiles go round from block `turn` on: who has one more changes from product to product.
 DEVICE int first_tile(int *turn, Product product) {
-    int grid = BLOCKS, first = (block_id() - *turn + grid) % grid;
-    *turn = (*turn + tiles_of(product)) % grid;
+    int first = (block_id() - *turn + BLOCKS) % BLOCKS;
+    *turn = (*turn + tiles_of(product)) % BLOCKS;
     return first;
 }
 
@@ -172,9 +171,9 @@ DEVICE void await_slot(const Place *place) {
 DEVICE void produce_product(
     Place *place, Product product, const TileMap *map, int *turn, u64 policy) {
     int inputs = inputs_of(product), chunk = chunk_of(product), group = group_of(product), tiles = tiles_of(product);
-    int lane = thread_id() % LANES, grid = BLOCKS, first = first_tile(turn, product);
-    for (int begin = first; begin < tiles; begin += group * grid) {
-        int count = smaller(group, (tiles - begin + grid - 1) / grid);
+    int lane = thread_id() % LANES, first = first_tile(turn, product);
+    for (int begin = first; begin < tiles; begin += group * BLOCKS) {
+        int count = smaller(group, (tiles - begin + BLOCKS - 1) / BLOCKS);
         for (int k = 0; k < inputs; k += chunk)
             for (int j = 0; j < count; j++) {
                 u64 *full = &shared()->full[place->slot];
@@ -183,7 +182,7 @@ DEVICE void produce_product(
                     signal_expect(full, TILE * 2 * chunk);
                     for (int half = 0; half < 2; half++) {
                         unsigned char *to = ring_slot(place->slot) + half * 16 * chunk;
-                        copy_box_3(to, map, 0, weight_row(product, begin + j * grid, 8 * half), k / 64, full, policy);
+                        copy_box_3(to, map, 0, weight_row(product, begin + j * BLOCKS, 8 * half), k / 64, full, policy);
                     }
                 }
                 step(place);

@@ -609,31 +609,11 @@ def test_random_faults_and_cancels_end_every_job_once_and_truly(seed: int) -> No
     engine.refuses = lambda target, copies: any(number(source) in broken and source % 2 for source, _, _ in copies)
     engine.status = lambda target, address, looks: -1 if number(address) in broken else int(looks >= 1)
     worker = TransferWorker(transport, max_queued_jobs=1000)
-    outcomes: dict[int, TransferOutcome] = {}
-    ended = threading.Condition()
-
-    def job(index: int) -> TransferJob:
-        def done(outcome: TransferOutcome) -> None:
-            with ended:
-                assert index not in outcomes
-                outcomes[index] = outcome
-                ended.notify_all()
-
-        return TransferJob(index, PEER, copies[index], time.monotonic() + PATIENCE_S, done)
-
     copies = [
         [Copy(BASE + (n << 36) + 64 * i + draw.choice([0, 1]), TARGET + (n << 36) + 64 * i, 16) for i in range(size)]
         for n, size in enumerate(draw.choice([1, 1, 2, 7]) for _ in range(60))
     ]
-    at = 0
-    while at < len(copies):
-        count = min(draw.choice([1, 1, 5, 20]), len(copies) - at)
-        worker.submit(*(job(index) for index in range(at, at + count)))
-        at += count
-        if draw.random() < 0.3:
-            worker.cancel(draw.randrange(at), lambda drained: None)
-    with ended:
-        assert ended.wait_for(lambda: len(outcomes) == len(copies), PATIENCE_S)
+    outcomes = write_in_groups(worker, copies, draw, groups=(1, 1, 5, 20), cancel_share=0.3)
     assert worker.wait_idle(PATIENCE_S)
     assert worker.close(PATIENCE_S)
     arrived = set(engine.arrived)
@@ -678,28 +658,7 @@ def test_random_faults_and_cancels_of_writes_that_meet_in_one_copy(seed: int) ->
             writes[-1].append(Copy(src, dst, size))
             src, dst = src + size + 8 * (draw.random() < 0.15), dst + size + 8 * (draw.random() < 0.15)
     worker = TransferWorker(transport)
-    outcomes: dict[int, TransferOutcome] = {}
-    ended = threading.Condition()
-
-    def job(index: int) -> TransferJob:
-        def done(outcome: TransferOutcome) -> None:
-            with ended:
-                assert index not in outcomes
-                outcomes[index] = outcome
-                ended.notify_all()
-
-        patience_s = -1.0 if draw.random() < 0.05 else PATIENCE_S
-        return TransferJob(index, PEER, writes[index], time.monotonic() + patience_s, done)
-
-    at = 0
-    while at < len(writes):
-        count = min(draw.choice([1, 5, 20]), len(writes) - at)
-        worker.submit(*(job(index) for index in range(at, at + count)))
-        at += count
-        if draw.random() < 0.4:
-            worker.cancel(draw.randrange(at), lambda drained: None)
-    with ended:
-        assert ended.wait_for(lambda: len(outcomes) == len(writes), PATIENCE_S)
+    outcomes = write_in_groups(worker, writes, draw, groups=(1, 5, 20), cancel_share=0.4, late_share=0.05)
     assert worker.close(PATIENCE_S)
     transport.close()
     arrived = engine.arrived[1:]
@@ -718,3 +677,43 @@ def test_random_faults_and_cancels_of_writes_that_meet_in_one_copy(seed: int) ->
 def pairs_of(copies: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """Where every byte of some copies comes from, and where it goes."""
     return [(src + step, dst + step) for src, dst, num_bytes in copies for step in range(num_bytes)]
+
+
+def write_in_groups(
+    worker: TransferWorker,
+    writes: Sequence[Sequence[Copy]],
+    draw: random.Random,
+    *,
+    groups: Sequence[int],
+    cancel_share: float,
+    late_share: float = 0.0,
+) -> dict[int, TransferOutcome]:
+    """Gives a worker jobs, some at once, cancels some on the way, and waits until each has ended, once.
+
+    Args:
+        groups: how many are given at once.
+        late_share: of jobs whose time is over when they are given.
+    """
+    outcomes: dict[int, TransferOutcome] = {}
+    ended = threading.Condition()
+
+    def job(index: int) -> TransferJob:
+        def done(outcome: TransferOutcome) -> None:
+            with ended:
+                assert index not in outcomes
+                outcomes[index] = outcome
+                ended.notify_all()
+
+        patience_s = -1.0 if late_share and draw.random() < late_share else PATIENCE_S
+        return TransferJob(index, PEER, writes[index], time.monotonic() + patience_s, done)
+
+    at = 0
+    while at < len(writes):
+        count = min(draw.choice(groups), len(writes) - at)
+        worker.submit(*(job(index) for index in range(at, at + count)))
+        at += count
+        if draw.random() < cancel_share:
+            worker.cancel(draw.randrange(at), lambda drained: None)
+    with ended:
+        assert ended.wait_for(lambda: len(outcomes) == len(writes), PATIENCE_S)
+    return outcomes

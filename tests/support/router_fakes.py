@@ -164,7 +164,8 @@ class FakeWorker:
     num_streams: int = 0
     num_received: int = 0
     num_sent: int = 0
-    # Its calls that were cancelled because their answers were whole.
+    # Its calls that were cancelled, and those because their answers were whole.
+    num_cancelled: int = 0
     num_answered: int = 0
     stream: CallStream | None = None
     num_running: int = 0
@@ -285,6 +286,7 @@ class FakeDecodeService(DecodeServiceServicer):
                     await call.write(response)
         except asyncio.CancelledError:
             self._worker.num_answered += call.is_answered
+            self._worker.num_cancelled += 1
             raise
 
     async def Generate(self, request: Any, context: Any) -> AsyncGenerator[DecodeServiceGenerateResponse, None]:
